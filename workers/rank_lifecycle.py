@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pagedray.batch import RankLogLine, Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError
 from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase
-from workers.hub.download_line import DownloadLine
+from workers.hub.locate import DownloadLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,7 +184,7 @@ class RankLifecycle:
             self.worker.end_epoch()
 
     def _fetch_weights(self) -> None:
-        from workers.weights.local_weights import with_local_weights
+        from workers.hub.local_weights import with_local_weights
 
         if self._config.model.hub is None:
             return

@@ -21,16 +21,15 @@ from cluster.engine.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import CheckpointError, StartupError
 from workers.hub.fetch import fetch_files, find_revision, side_files
+from workers.hub.local_weights import listed_weight_files
+from workers.hub.mirror import S3_SCHEME, Mirror, parse_location
 from workers.hub.model_name import HubName, parse_model
-from workers.s3.location import S3_SCHEME, parse_location
-from workers.s3.mirror import Mirror
-from workers.weights.local_weights import listed_weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from workers.hub.settings import HubSettings
+    from workers.hub.model_name import HubSettings
 
 __all__ = ["check", "fetch", "fetch_command", "fetch_from_s3", "wait_for_mirror", "wait_for_model"]
 
@@ -57,7 +56,7 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
     Raises PagedRayError.
     """
     from cluster.serving.telemetry.log_lines import logging_to
-    from workers.hub.settings import HubSettings
+    from workers.hub.model_name import HubSettings
 
     is_in_s3 = model.startswith(S3_SCHEME)
     if is_in_s3 and folder is None:
@@ -91,8 +90,7 @@ def fetch_from_s3(model: str, folder: Path) -> Path:
     location = parse_location(model)
     try:
         # An optional dependency.
-        from workers.s3.bucket import Bucket
-        from workers.s3.fetch import fetch_folder
+        from workers.hub.bucket import Bucket, fetch_folder
     except ImportError as error:
         raise CheckpointError(
             "Downloads from S3 require the package obstore: pip install 'pagedray[s3]'."

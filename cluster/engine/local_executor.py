@@ -21,7 +21,7 @@ from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.machine import let_others_interrupt
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
-from workers.hub.download_line import DownloadLine
+from workers.hub.locate import DownloadLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,9 +163,9 @@ class LocalExecutor(Executor):
     def _started(self) -> Started:
         # torch is imported only in the process of a rank.
         from workers.embedding_worker import make_worker
+        from workers.hub.local_weights import with_local_weights
         from workers.parallel.group import SoloGroup
         from workers.startup import import_modules
-        from workers.weights.local_weights import with_local_weights
 
         if self._config.model.hub is not None:
             self._progress.enter(Phase.DOWNLOADING)

@@ -13,9 +13,8 @@ from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
-from workers.hub.settings import HubSettings
-from workers.s3.mirror import Mirror
-from workers.s3.remote_file import RemoteFile
+from workers.hub.mirror import Mirror, RemoteFile
+from workers.hub.model_name import HubSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

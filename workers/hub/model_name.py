@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagedray.errors import CheckpointError
 
-__all__ = ["HubName", "is_commit", "parse_model"]
+__all__ = ["HubName", "HubSettings", "is_commit", "is_side_file", "parse_model"]
 
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
@@ -17,6 +17,32 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_IN_IDS = ("--", "..")
 _FOLDER_STARTS = ("/", "./", "../", "~")
 _EXAMPLE = "Qwen/Qwen3-0.6B"
+_NAMES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "config.json",
+        "config_sentence_transformers.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors.index.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "special_tokens_map.json",
+        "tekken.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    }
+)
+# More templates, and the modules of sentence-transformers, such as 1_Pooling.
+_PATTERN = re.compile(
+    r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/config\.json|\d+_Dense/model\.safetensors",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +122,39 @@ def _what_a_model_is() -> str:
 def _shown(model: str) -> str:
     is_plain = model.isprintable() and not set(model) & set(" '\"\\") and 0 < len(model) <= 200
     return model if is_plain else f"{model!r:.200}"
+
+
+def is_side_file(name: str) -> bool:
+    """Return whether a file configures the model, its tokenizer or its chat template."""
+    return name in _NAMES or _PATTERN.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """The Hub, the cache of this node, and how long the Hub may be silent."""
+
+    endpoint: str
+    cache: Path
+    is_offline: bool = False
+    """Whether only the cache may be used."""
+    answer_timeout_s: float = 30.0
+    """How long the Hub may take to describe a model."""
+    retry_s: float = 1.0
+    """Pause before the first retry of a request that the Hub could not answer."""
+    silence_s: float = 330.0
+    """How long a download may receive nothing; the Hub's limits on requests last five minutes."""
+
+    @classmethod
+    def from_environment(cls, cache: Path | None = None) -> HubSettings:
+        """Return the settings that huggingface_hub reads, such as HF_ENDPOINT and HF_HUB_OFFLINE.
+
+        `cache` replaces the cache folder of the environment.
+        """
+        # Imported only if a model is on the Hub: it takes half a second.
+        from huggingface_hub import constants
+
+        return cls(
+            endpoint=constants.ENDPOINT,
+            cache=cache or Path(constants.HF_HUB_CACHE),
+            is_offline=constants.HF_HUB_OFFLINE,
+        )

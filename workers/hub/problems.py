@@ -20,8 +20,7 @@ from pagedray.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.hub.model_name import HubName
-    from workers.hub.settings import HubSettings
+    from workers.hub.model_name import HubName, HubSettings
 
 __all__ = ["HubUnreachableError", "hub_error"]
 

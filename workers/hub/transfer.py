@@ -12,25 +12,23 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils.tqdm import tqdm
 
-from workers.hub.daemon_calls import start_call
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from pagedray.model_config import HubFile, HubRevision
-    from workers.hub.settings import HubSettings
+    from workers.hub.model_name import HubSettings
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "start_call"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +36,9 @@ _NUM_THREADS = 8
 _POLL_S = 0.2
 _MAX_REASON = 200
 _LIBRARY_LOGGERS = ("huggingface_hub.file_download", "huggingface_hub.utils._http")
-
 _LOCK_S = 0.1
+
+Result = TypeVar("Result")
 
 
 class Transfer:
@@ -253,3 +252,18 @@ def _largest_part(blobs: Path, file: HubFile) -> Path | None:
     sizes = {part: part.stat().st_size for part in blobs.glob(f"{file.sha256}.*.incomplete")}
     part = max(sizes, key=lambda each: sizes[each], default=None)
     return part if part is not None and 0 < sizes[part] <= file.size else None
+
+
+# Any: the arguments of the function.
+def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pagedray-hub", daemon=True).start()
+    return future

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.hub.download_line import DownloadLine
+from workers.hub.locate import DownloadLine
 
 
 def test_speed_is_that_of_the_last_seconds() -> None:

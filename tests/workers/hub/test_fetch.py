@@ -30,13 +30,11 @@ from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
-from workers.hub.fetch import fetch_files, fetch_header, find_revision
+from workers.hub.fetch import Snapshot, fetch_files, fetch_header, find_revision
+from workers.hub.local_weights import check_weights_listed, hub_dtype, with_local_weights
 from workers.hub.locate import locate_model
-from workers.hub.model_name import HubName
-from workers.hub.settings import HubSettings
-from workers.hub.snapshot import Snapshot
+from workers.hub.model_name import HubName, HubSettings
 from workers.models.families.registry import read_model_config
-from workers.weights.local_weights import check_weights_listed, hub_dtype, with_local_weights
 from workers.weights.tensor_entries import read_entries
 
 if TYPE_CHECKING:
@@ -203,7 +201,7 @@ def start_download(settings: HubSettings) -> subprocess.Popen[bytes]:
 from pathlib import Path
 from workers.hub.fetch import fetch_files
 from workers.hub.locate import locate_model
-from workers.hub.settings import HubSettings
+from workers.hub.model_name import HubSettings
 settings = HubSettings(endpoint={settings.endpoint!r}, cache=Path({str(settings.cache)!r}))
 located = locate_model("org/tiny", settings=settings)
 fetch_files(located.hub, [{WEIGHTS!r}], settings=settings)

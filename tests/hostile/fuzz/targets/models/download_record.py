@@ -7,8 +7,7 @@ from pathlib import Path
 from pagedray.errors import CheckpointError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message
-from workers.s3.location import parse_location
-from workers.s3.mirror import Mirror
+from workers.hub.mirror import Mirror, parse_location
 
 _FOLDER = scratch_folder()
 _NOTES = Path(_FOLDER, ".pagedray")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pagedray.config import EngineConfig
     from pagedray.model_config import Dtype, HubRevision
-    from workers.hub.settings import HubSettings
+    from workers.hub.model_name import HubSettings
 
 __all__ = ["check_weights_listed", "hub_dtype", "listed_weight_files", "with_local_weights"]
 

@@ -1,4 +1,4 @@
-"""A folder for a downloaded model, with a record of its completeness.
+"""A folder for a model downloaded from S3, with a record of its completeness.
 
 `.pagedray` in the folder records each complete file, and whether all files are complete. Files are
 received in `.pagedray` and moved to their place when they have their size, so the folder itself has
@@ -10,24 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import msgspec
 from filelock import FileLock
 
 from pagedray.errors import CheckpointError
-from workers.hub.needed_files import is_side_file
-from workers.s3.remote_file import RemoteFile
+from workers.hub.model_name import is_side_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["Mirror"]
+__all__ = ["S3_SCHEME", "Mirror", "RemoteFile", "S3Location", "parse_location"]
+
+S3_SCHEME = "s3://"
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.=+-]*)*")
 
 
 class _Record(msgspec.Struct):
@@ -172,3 +177,43 @@ class Mirror:
             os.fsync(stream.fileno())
         # Readers see the old or the new record, never a part.
         temporary.replace(self._record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file as its bucket lists it."""
+
+    name: str
+    """The path of the file below the prefix of the model."""
+    size: int
+    etag: str
+    """Changes with the content."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its path stays below the folder that it is relative to."""
+        path = PurePosixPath(self.name)
+        return not path.is_absolute() and ".." not in path.parts
+
+
+@dataclass(frozen=True, slots=True)
+class S3Location:
+    """Where the files of a model are."""
+
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{S3_SCHEME}{self.bucket}/{self.prefix}"
+
+
+def parse_location(text: str) -> S3Location:
+    """Return the bucket and prefix that `text` names. Raises CheckpointError."""
+    bucket, _, prefix = text.removeprefix(S3_SCHEME).rstrip("/").partition("/")
+    is_valid = text.startswith(S3_SCHEME) and _BUCKET.fullmatch(bucket) and ".." not in text
+    if not is_valid or not _PREFIX.fullmatch(prefix):
+        raise CheckpointError(
+            f"{text!r:.200} is not a folder in S3; write s3://BUCKET/PREFIX, with letters, digits "
+            "and '_', '-', '.', '=', '+' in each part of the prefix."
+        )
+    return S3Location(bucket, prefix)

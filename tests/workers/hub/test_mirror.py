@@ -11,10 +11,8 @@ from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import folder_files
 from tests.system.server_process import TINY_LLAMA
-from workers.s3.bucket import Bucket
-from workers.s3.fetch import fetch_folder
-from workers.s3.location import S3Location, parse_location
-from workers.s3.mirror import Mirror
+from workers.hub.bucket import Bucket, fetch_folder
+from workers.hub.mirror import Mirror, S3Location, parse_location
 
 if TYPE_CHECKING:
     from collections.abc import Callable
