@@ -36,6 +36,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00
 async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
     client = EngineClient(asyncio.get_running_loop())
     servicer = Servicer(client, tokenizer, engine_config())
+    servicer.set_ready()
     yield servicer
     await servicer.close()
 

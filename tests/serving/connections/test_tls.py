@@ -199,13 +199,13 @@ async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -
         for name in ("server", "renewed"):
             AUTHORITY.issue(name).write(files.certificate.parent)
             async with httpx.AsyncClient(verify=trusting) as http:
-                answer = await http.get(f"https://127.0.0.1:{frontends.http_port}/health")
+                answer = await http.get(f"https://127.0.0.1:{frontends.http_port}/version")
             stream = answer.extensions["network_stream"]
             assert answer.status_code == 200
             shown = stream.get_extra_info("ssl_object").getpeercert()
             assert dict(part[0] for part in shown["subject"])["commonName"] == name
         async with httpx.AsyncClient() as http:
             with pytest.raises(httpx.TransportError):
-                await http.get(f"http://127.0.0.1:{frontends.http_port}/health")
+                await http.get(f"http://127.0.0.1:{frontends.http_port}/version")
     finally:
         await frontends.stop_servers(0)
