@@ -35,6 +35,23 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*(/[A-Za-z0-9_][A-Za-z0-9_.=+-]*)*")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file as its bucket lists it."""
+
+    name: str
+    """The path of the file below the prefix of the model."""
+    size: int
+    etag: str
+    """Changes with the content."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its path stays below the folder that it is relative to."""
+        path = PurePosixPath(self.name)
+        return not path.is_absolute() and ".." not in path.parts
+
+
 class _Record(msgspec.Struct):
     """The record of a folder."""
 
@@ -177,23 +194,6 @@ class Mirror:
             os.fsync(stream.fileno())
         # Readers see the old or the new record, never a part.
         temporary.replace(self._record)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteFile:
-    """A file as its bucket lists it."""
-
-    name: str
-    """The path of the file below the prefix of the model."""
-    size: int
-    etag: str
-    """Changes with the content."""
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether its path stays below the folder that it is relative to."""
-        path = PurePosixPath(self.name)
-        return not path.is_absolute() and ".." not in path.parts
 
 
 @dataclass(frozen=True, slots=True)
