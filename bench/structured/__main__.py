@@ -43,15 +43,15 @@ from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.validator import Validator
-from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.messages import CompileLimits
+from cluster.structured.compiler import StructureCompiler
+from cluster.structured.messages import CompileLimits
 from cluster.structured.vocabulary import Vocabulary, vocabulary_of
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure
 
 if TYPE_CHECKING:
-    from cluster.structured.processes.compiled_grammar import CompiledGrammar
+    from cluster.structured.mask_client import CompiledGrammar
 
 _MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _SCHEMA = json.dumps(

@@ -15,7 +15,7 @@ RUN_BY_PROGRAMS = (
     "tests/deploy/logging_replica.py",
     "tests/hostile/fuzz/fuzz_target.py",
     "tests/shared_ray.py",
-    "tests/structured/processes/fake_masks.py",
+    "tests/structured/fake_masks.py",
     "tests/system/ray_cluster/other_node.py",
     "tests/workers/parallel/",
 )

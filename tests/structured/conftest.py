@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.messages import CompileLimits
+from cluster.structured.compiler import StructureCompiler
+from cluster.structured.messages import CompileLimits
 from cluster.structured.vocabulary import vocabulary_of
 from cluster.structured.xgrammar_library import XGrammarLibrary
 
@@ -43,6 +43,16 @@ def compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
     """A compiler with limits for a busy machine."""
     compiler = StructureCompiler(
         lambda: vocabulary(tokenizer), limits=CompileLimits(compile_s=4.0, wait_s=120.0, mask_s=4.0)
+    )
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def own_compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
+    """A compiler for a test that harms it."""
+    compiler = StructureCompiler(
+        lambda: vocabulary(tokenizer), limits=CompileLimits(compile_s=1.0, wait_s=120.0, mask_s=4.0)
     )
     yield compiler
     compiler.close()

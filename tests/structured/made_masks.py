@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.structured.processes.compiled_grammar import MatcherHandle
+    from cluster.structured.mask_client import MatcherHandle
     from pagedray.request import FinishReason
 
 __all__ = ["made_masks"]

@@ -40,8 +40,8 @@ from cluster.serving.validation.sampling_reader import (
     check_reasoning_budget,
 )
 from cluster.serving.validation.truncation import truncated
-from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.messages import limits_for
+from cluster.structured.compiler import StructureCompiler
+from cluster.structured.messages import limits_for
 from cluster.structured.vocabulary import vocabulary_of
 from pagedray.errors import InvalidRequestError, PromptLengthError
 from pagedray.field_checks import check_token_ids
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiled_grammar import CompiledGrammar
+    from cluster.structured.mask_client import CompiledGrammar
     from pagedray.config import EngineConfig
     from pagedray.reasoning import Reasoning
     from pagedray.sampling_params import SamplingParams

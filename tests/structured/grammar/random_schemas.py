@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import random
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiled_grammar import CompiledGrammar
+    from cluster.structured.mask_client import CompiledGrammar
 
 import numpy as np
 

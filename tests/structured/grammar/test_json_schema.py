@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiler import StructureCompiler
+    from cluster.structured.compiler import StructureCompiler
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
 # For the other formats it checks another standard, or nothing.

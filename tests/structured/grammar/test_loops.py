@@ -20,7 +20,7 @@ from tests.structured.made_masks import made_masks
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiler import StructureCompiler
+    from cluster.structured.compiler import StructureCompiler
 
 REQUEST = Request(
     id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(EOS,)

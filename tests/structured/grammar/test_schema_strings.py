@@ -27,8 +27,8 @@ from tests.structured.grammar.random_schemas import random_text
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.structured.compiler import StructureCompiler
     from cluster.structured.grammar.call_arguments import ElementNotation
-    from cluster.structured.processes.compiler import StructureCompiler
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
 # Any: types of all kinds.

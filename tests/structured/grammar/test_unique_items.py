@@ -20,7 +20,7 @@ from tests.structured.grammar.test_json_schema import without_rules
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiler import StructureCompiler
+    from cluster.structured.compiler import StructureCompiler
 
 EOS = 0
 VALUES = ("a", 1, None, True)

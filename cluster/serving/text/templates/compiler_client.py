@@ -12,7 +12,7 @@ import threading
 
 from cluster.serving.text.templates.compiler_messages import Compiled, Died, Rejected
 from cluster.serving.text.templates.template_code import InvalidTemplateError, TemplateCode
-from cluster.structured.processes.frames import read_frame, read_message, write_frame
+from cluster.structured.child_process import read_frame, read_message, write_frame
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 from pagedray.machine import child_environment
 

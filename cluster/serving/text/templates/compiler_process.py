@@ -16,8 +16,12 @@ import msgspec
 
 from cluster.serving.text.templates.compiler_messages import Compiled, Died, Rejected
 from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
-from cluster.structured.processes.frames import read_frame, write_frame
-from cluster.structured.processes.memory_limit import lift_memory_limit, limit_memory
+from cluster.structured.child_process import (
+    lift_memory_limit,
+    limit_memory,
+    read_frame,
+    write_frame,
+)
 from pagedray.machine import lower_priority
 
 __all__ = ["main"]

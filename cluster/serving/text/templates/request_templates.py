@@ -13,7 +13,7 @@ from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.templates.compiler_client import TemplateCompilerClient
 from cluster.serving.text.templates.rendering_budget import MAX_CPU_S
 from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
-from cluster.structured.processes.fair_thread_pool import FairThreadPool
+from cluster.structured.fair_thread_pool import FairThreadPool
 from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import socket
 
 import msgspec
 
-from cluster.structured.processes.frames import read_message
-from cluster.structured.processes.messages import (
+from cluster.structured.child_process import read_message
+from cluster.structured.messages import (
     Compiled,
     CompilerStart,
     Died,

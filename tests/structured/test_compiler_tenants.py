@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.structured.processes.compiler import StructureCompiler
+from cluster.structured.compiler import StructureCompiler
 from pagedray.errors import (
     OverloadedError,
 )
 from pagedray.structure import Structure
 from tests.structured.conftest import vocabulary
-from tests.structured.processes.costly_structures import LARGE, OTHER, SMALL
+from tests.structured.costly_structures import LARGE, OTHER, SMALL
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiled_grammar import CompiledGrammar
+    from cluster.structured.mask_client import CompiledGrammar
 
 
 def test_no_tenant_gets_a_grammar_cached_for_another(own_compiler: StructureCompiler) -> None:

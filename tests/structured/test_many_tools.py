@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.messages import CompileLimits
+from cluster.structured.compiler import StructureCompiler
+from cluster.structured.messages import CompileLimits
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.compiled_grammar import CompiledGrammar
+    from cluster.structured.mask_client import CompiledGrammar
 
 NUM_TOOLS = 128
 KINDS = ({"type": "string"}, {"type": "integer"}, {"type": "boolean"}, {"enum": ["a", "b"]})

@@ -15,20 +15,24 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.processes.frames import read_message, write_frame
-from cluster.structured.processes.mask_process import serve_masks
-from cluster.structured.processes.memory_limit import (
+from cluster.structured.child_process import (
     is_out_of_memory,
     lift_memory_limit,
     limit_memory,
+    read_message,
+    write_frame,
 )
-from cluster.structured.processes.messages import (
+from cluster.structured.grammar.expressions import write_ebnf
+from cluster.structured.grammar.grammar_text import grammar_text
+from cluster.structured.grammar.schema_strings import limited_string
+from cluster.structured.mask_process import serve_masks
+from cluster.structured.messages import (
     MAKE_MASKS,
     Compiled,
     CompileLimits,
@@ -37,12 +41,14 @@ from cluster.structured.processes.messages import (
     GrammarText,
     Rejected,
 )
-from cluster.structured.processes.warm_up import NICENESS, WarmUp
 from pagedray.errors import InvalidRequestError
 from pagedray.machine import lower_priority
 from pagedray.structure import Structure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.structured.grammar.expressions import Expression
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
 __all__ = ["main"]
@@ -50,6 +56,11 @@ __all__ = ["main"]
 _TRIAL_S = 0.1
 _NUM_TRIAL_TOKENS = 64
 _SMALLER = "use fewer optional properties, choices or tools"
+
+_LENGTHS = (*((0, most) for most in range(2, 65, 2)), (0, 128), (32, 256))
+"""Limits of strings with rules that all strings share."""
+NICENESS = 10
+"""Priority of compilations, below that of masks and ranks."""
 
 
 def main() -> None:
@@ -202,6 +213,38 @@ def _in_short(message: str) -> str:
     # Without the position in the library's sources.
     line = " ".join(message.split())
     return line.rpartition(".cc:")[2].partition(": ")[2][:200].rstrip(".") or line[:200].rstrip(".")
+
+
+class WarmUp:
+    """Compiles strings of each length, a few lengths a step."""
+
+    def __init__(self, library: XGrammarLibrary) -> None:
+        self._library = library
+        self._texts = self._grammars()
+        self.is_done = False
+        """Whether all lengths are compiled."""
+
+    def run_step(self) -> None:
+        """Compile the next lengths at low priority."""
+        # In a thread, since a process cannot raise its priority again. It has ended when this
+        # returns, so that a fork loses no thread.
+        thread = threading.Thread(target=self._run_step)
+        thread.start()
+        thread.join()
+
+    def _run_step(self) -> None:
+        lower_priority(threading.get_native_id(), NICENESS)
+        try:
+            self._library.warm_up(next(self._texts))
+        except (StopIteration, RuntimeError):
+            # A failure is not reported, since no client requested it.
+            self.is_done = True
+
+    def _grammars(self) -> Iterator[str]:
+        for minimum, maximum in _LENGTHS:
+            rules: dict[str, Expression] = {}
+            start = limited_string(rules, minimum, maximum)
+            yield write_ebnf(rules, start)
 
 
 if __name__ == "__main__":

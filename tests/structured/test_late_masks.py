@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.structured.processes.mask_client import MaskClient
-from cluster.structured.processes.messages import GrammarText
+from cluster.structured.mask_client import MaskClient
+from cluster.structured.messages import GrammarText
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import wait_for
-from tests.structured.processes.fake_masks import FakeMasks
+from tests.structured.fake_masks import FakeMasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cluster.structured.processes.compiled_grammar import MatcherHandle
+    from cluster.structured.mask_client import MatcherHandle
 
 REQUEST = Request(
     id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(0,)

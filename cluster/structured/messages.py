@@ -9,6 +9,7 @@ from pagedray.request import FinishReason
 __all__ = [
     "COMPILE",
     "MAKE_MASKS",
+    "REJECTED_TOKEN",
     "CompileLimits",
     "Compiled",
     "CompilerStart",
@@ -30,6 +31,8 @@ COMPILE = b"c"
 """Sent with the socket of a structure."""
 MAKE_MASKS = b"m"
 """Sent with the sockets for masks and for grammars."""
+REJECTED_TOKEN = "the grammar rejected a token"
+"""The error of a sequence with a mask that allowed a token that its grammar rejects."""
 
 
 class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,19 +17,27 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
-from cluster.structured.processes.frames import has_unread_bytes, read_message, write_frame
-from cluster.structured.processes.mask_job import CHECK_INTERVAL_S, MaskJob
-from cluster.structured.processes.mask_work import MaskWork
-from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
-from cluster.structured.processes.messages import (
+from cluster.structured.child_process import (
+    has_unread_bytes,
+    is_out_of_memory,
+    limit_memory,
+    read_message,
+    write_frame,
+)
+from cluster.structured.mask_work import (
+    CHECK_INTERVAL_S,
+    MaskJob,
+    MaskWork,
+    SequenceMatcher,
+    TenantCpuBudgets,
+)
+from cluster.structured.messages import (
     GrammarLoaded,
     LoadFailed,
     LoadGrammar,
     MaskReply,
     StepQuery,
 )
-from cluster.structured.processes.sequence_matcher import SequenceMatcher
 from cluster.structured.token_matchers import (
     FreeMatcher,
     MarkMatcher,
@@ -40,7 +48,7 @@ from cluster.structured.token_matchers import (
 if TYPE_CHECKING:
     import socket
 
-    from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
+    from cluster.structured.messages import MadeMask, MaskQuery, MatcherStart
     from cluster.structured.token_matchers import TextMatcher, TokenMatcher
     from cluster.structured.xgrammar_library import XGrammarLibrary
 

@@ -1,6 +1,6 @@
 """A mask process without xgrammar, whose grammars do what their texts say.
 
-`python -m tests.structured.processes.fake_masks MASKS GRAMMARS MEMORY PRIORITY`, with descriptors
+`python -m tests.structured.fake_masks MASKS GRAMMARS MEMORY PRIORITY`, with descriptors
 of two sockets; threads keep their priority if the last argument is not 0.
 """
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured.processes import mask_job, mask_work
-from cluster.structured.processes.mask_process import serve_masks
+from cluster.structured import mask_work
+from cluster.structured.mask_process import serve_masks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -104,7 +104,7 @@ class FakeMasks:
         with their_masks, their_grammars:
             theirs = (their_masks.fileno(), their_grammars.fileno())
             command = [sys.executable, "-m", __name__, *map(str, (*theirs, *self._options))]
-            root = Path(__file__).parents[3]
+            root = Path(__file__).parents[2]
             self.processes.append(subprocess.Popen(command, pass_fds=theirs, cwd=root))
         return masks, grammars
 
@@ -113,7 +113,7 @@ if __name__ == "__main__":
     # One that holds the GIL would not notice the end of tests that are killed.
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     # A mask that waits for the test may have to wait long.
-    mask_job._MIN_SLEEP_S = 60.0
+    mask_work._MIN_SLEEP_S = 60.0
     if int(sys.argv[4]):
         mask_work._NICENESS = mask_work._SLOW_NICENESS = 0
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])

@@ -15,12 +15,11 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from cluster.structured.compiler import StructureCompiler, StructureCompilerClient
 from cluster.structured.grammar.call_arguments import CallsStructure, CallText
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
-from cluster.structured.processes.compiled_grammar import CompiledGrammar
-from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_client import StructureCompilerClient
-from cluster.structured.processes.messages import CompileLimits
+from cluster.structured.mask_client import CompiledGrammar
+from cluster.structured.messages import CompileLimits
 from pagedray.errors import (
     EngineError,
     InvalidRequestError,
@@ -31,8 +30,8 @@ from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure
 from tests.fakes import wait_for
 from tests.structured.conftest import EOS, vocabulary
+from tests.structured.costly_structures import LARGE, OTHER, SMALL, large
 from tests.structured.made_masks import made_masks
-from tests.structured.processes.costly_structures import LARGE, OTHER, SMALL, large
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.structured.processes.fair_thread_pool import FairThreadPool
+from cluster.structured.fair_thread_pool import FairThreadPool
 from pagedray.errors import OverloadedError, ShuttingDownError
 from tests.fakes import wait_for
 from tests.thread_limit import no_more_threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from cluster.structured.processes.frames import has_unread_bytes, read_frame, write_frame
+from cluster.structured.child_process import has_unread_bytes, read_frame, write_frame
 
 
 def test_unread_bytes_are_noticed_until_they_are_read() -> None:

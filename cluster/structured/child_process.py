@@ -1,16 +1,25 @@
-"""Frames on a socket: a length of four bytes, followed by as many bytes."""
+"""What child processes need: frames on a socket, and a memory limit enforced by the kernel."""
 
+from __future__ import annotations
+
+import resource
 import select
-import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
 __all__ = [
     "has_unread_bytes",
+    "is_out_of_memory",
+    "lift_memory_limit",
+    "limit_memory",
     "read_frame",
     "read_message",
     "write_frame",
@@ -22,6 +31,9 @@ _STEP_BYTES = 2**20
 _LENGTH = struct.Struct("!I")
 _DISCARDED = bytearray(64 * 2**10)
 """Allocated in advance, since it is used when no memory is left."""
+
+_DATA = 5
+"""The field of statm with the pages of data and stacks."""
 
 
 def write_frame(connection: socket.socket, body: bytes) -> None:
@@ -108,3 +120,25 @@ def _received(connection: socket.socket, room: memoryview) -> int:
     if not num_bytes:
         raise EOFError("Connection closed by the other end.")
     return num_bytes
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit this process to `num_bytes` more memory than it has."""
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[_DATA])
+    maximum = num_pages * resource.getpagesize() + num_bytes
+    # RLIMIT_DATA instead of RLIMIT_AS: each thread reserves far more addresses than it uses.
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def lift_memory_limit() -> None:
+    """Lift the limit, so that this process can report its result."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out."""
+    # The second is how xgrammar reports it.
+    return isinstance(error, MemoryError) or "std::bad_alloc" in str(error)

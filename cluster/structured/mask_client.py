@@ -1,0 +1,616 @@
+"""The replica's client of the process that makes masks, which it starts when needed.
+
+Its state can be replayed to another process, so that the death of a process ends only the sequence
+that caused it and other sequences of the same grammar. Grammars are loaded over one socket and
+masks queried over another, so that no step waits until a grammar is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import select
+import socket
+import threading
+import time
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import msgspec
+from msgspec.structs import replace
+
+from cluster.structured.child_process import read_message, write_frame, write_frame_and_read
+from cluster.structured.grammar.expressions import invalid_structure
+from cluster.structured.messages import (
+    REJECTED_TOKEN,
+    GrammarLoaded,
+    LoadFailed,
+    LoadGrammar,
+    MadeMask,
+    MaskQuery,
+    MaskReply,
+    MatcherStart,
+    StepQuery,
+)
+from pagedray.errors import EngineError, OverloadedError
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cluster.structured.messages import GrammarText
+    from pagedray.request import Request
+
+__all__ = [
+    "CompiledGrammar",
+    "MaskClient",
+    "MaskConnection",
+    "MaskProcess",
+    "MaskProcessDiedError",
+    "MatcherHandle",
+]
+
+logger = logging.getLogger(__name__)
+
+Outcome = bytes | FinishReason
+"""A mask, or how its sequence ends."""
+
+_REPLY_MARGIN_S = 5.0
+"""Time for a reply beyond the limit that the process itself keeps."""
+_PATIENCE_SHARE = 0.75
+"""Share of the time that a caller waits, for which the process waits for quick masks."""
+_MAX_PATIENCE_S = 60.0
+_LOAD_TIMEOUT_S = 60.0
+_MAX_INCARNATIONS = 3
+"""Processes that may die, one after another, before a query fails."""
+_Item = TypeVar("_Item")
+
+
+class CompiledGrammar:
+    """A compiled structure, which any number of sequences may follow."""
+
+    def __init__(
+        self,
+        source: MaskClient,
+        grammar_id: int,
+        text: GrammarText,
+        tenant: str,
+        note_end: Callable[[int], None],
+    ) -> None:
+        self.id = grammar_id
+        self.text = text
+        self.tenant = tenant
+        self.num_bytes = 0
+        """The size of the grammar in the mask process, once it is loaded."""
+        self.incarnation = 0
+        """The incarnation of the mask process that it was last loaded into."""
+        self._source = source
+        self._note_end = note_end
+
+    def __del__(self) -> None:
+        self._note_end(self.id)
+
+    @property
+    def num_mask_bytes(self) -> int:
+        """Size of a mask in bytes."""
+        return self._source.num_mask_bytes
+
+    def matcher(self, request: Request) -> MatcherHandle:
+        """Return a matcher at the start of a completion of the request."""
+        return self._source.matcher(self, request)
+
+    def masks(
+        self,
+        asked: Sequence[tuple[MatcherHandle, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[Outcome | None]:
+        """Return the masks of matchers, of this or other grammars; see `MaskClient.masks`."""
+        return self._source.masks(asked, num_awaited=num_awaited, wait_s=wait_s)
+
+
+class MatcherHandle:
+    """The replica's handle of one sequence's matcher in the mask process."""
+
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        sequence_id: int,
+        request: Request,
+        note_end: Callable[[int], None],
+    ) -> None:
+        sampling = request.sampling
+        structure = sampling.structure
+        self.grammar = grammar
+        self.error = ""
+        """Why the structure ended the sequence with an error; empty if it did not."""
+        self.is_free = False
+        """Whether the sequence needs no more masks."""
+        self.id = sequence_id
+        """The id of the sequence in the mask process."""
+        self._note_end = note_end
+        self._start = MatcherStart(
+            grammar.id,
+            sampling.min_tokens,
+            sampling.ignore_eos,
+            # Without a structure they are tokens like others if they are ignored.
+            () if structure is None and sampling.ignore_eos else request.eos_token_ids,
+            tuple(sampling.stop_token_ids),
+            reasoning=request.reasoning,
+            mark="" if structure is None else structure.mark,
+            has_text_before_mark=structure is not None and structure.kind == "calls",
+            tenant=grammar.tenant,
+            reasoning_budget=sampling.thinking_token_budget,
+        )
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._num_sent = self._num_prompt_tokens
+        self._incarnation = 0
+        self._outcome: Outcome | None = None
+        self._cpu_s = 0.0
+        self._mask_cpu_s = 0.0
+        self._costly_s = 0.0
+
+    def __del__(self) -> None:
+        self._note_end(self.id)
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether its last mask took more CPU time than steps should wait for."""
+        return self._mask_cpu_s > self._costly_s
+
+    def outcome_after(self, token_ids: Sequence[int]) -> Outcome | None:
+        """Return the outcome for all tokens of the sequence, or None if it is not known."""
+        return self._outcome if len(token_ids) == self._num_sent else None
+
+    def is_pending(self, incarnation: int) -> bool:
+        """Return whether this incarnation of the process makes its mask."""
+        return self._outcome is None and self._incarnation == incarnation
+
+    def query(self, token_ids: Sequence[int], incarnation: int, *, costly_s: float) -> MaskQuery:
+        """Return the query for the next mask; another incarnation gets all generated tokens.
+
+        The mask is costly if it takes more than `costly_s` of CPU time.
+        """
+        start = None
+        if incarnation != self._incarnation:
+            self._incarnation, self._num_sent = incarnation, self._num_prompt_tokens
+            start = replace(self._start, cpu_s=self._cpu_s)
+        added = list(token_ids[self._num_sent :])
+        self._num_sent = len(token_ids)
+        self._outcome = None
+        self._costly_s = costly_s
+        return MaskQuery(self.id, added, start)
+
+    def note_made(self, made: MadeMask) -> None:
+        """Record the reply to the query."""
+        # Both are 0 for a mask that ended its process.
+        self._cpu_s = max(self._cpu_s, made.cpu_s)
+        self._mask_cpu_s = made.mask_cpu_s
+        self._outcome = made.finish_reason or made.words
+        self.is_free = made.is_free
+        if made.error != REJECTED_TOKEN:
+            self.error = made.error
+
+    def note_failure(self, token_ids: Sequence[int], error: str) -> None:
+        """End the sequence with an error, empty for a defect, although there was no reply."""
+        self.error = error
+        self._num_sent = len(token_ids)
+        self._outcome = FinishReason.ERROR
+
+
+_COSTLY_SHARE = 0.5
+
+
+"""A mask with more CPU time than this share of the time that a caller waits is not worth waiting
+for."""
+
+
+_TOO_COSTLY = "its masks take too much time or memory"
+
+
+"""The reason for the end of sequences with a structure that has ended a process, or would."""
+
+
+_Asked = tuple[MatcherHandle, "Sequence[int]"]
+
+
+class MaskClient:
+    """Queries masks, one thread at a time, and loads grammars, for any thread."""
+
+    def __init__(
+        self,
+        connect: Callable[[], tuple[socket.socket, socket.socket]],
+        *,
+        num_mask_bytes: int,
+        max_tenant_bytes: int,
+        step_s: float = 5.0,
+        alone_s: float = 2.0,
+    ) -> None:
+        """The process is killed if a mask keeps it from reading its clock for `step_s`.
+
+        For a sequence that is queried alone, since it may be the cause of that, for `alone_s`.
+        """
+        self.num_mask_bytes = num_mask_bytes
+        """Number of bytes of a mask."""
+        self._connection = MaskConnection(connect, max_tenant_bytes=max_tenant_bytes)
+        self._step_s = step_s
+        self._alone_s = alone_s
+        self._ids = count()
+        self._lock = threading.Lock()
+        """Held by the thread that queries."""
+
+    def load_grammar(self, text: GrammarText, *, tenant: str = "") -> tuple[CompiledGrammar, int]:
+        """Return a compiled grammar of a tenant and its size in bytes.
+
+        Raises EngineError, OverloadedError if it does not fit in memory, or InvalidRequestError if
+        it never does.
+        """
+        note_end = self._connection.ended_grammar_ids.append
+        grammar = CompiledGrammar(self, next(self._ids), text, tenant, note_end)
+        try:
+            num_bytes = self._connection.load_grammar(grammar)
+        except MaskProcessDiedError:
+            # Another grammar may have been the cause.
+            try:
+                num_bytes = self._connection.load_grammar(grammar)
+            except MaskProcessDiedError as error:
+                raise EngineError(f"Failed to load a compiled grammar. {error}") from error
+        self._connection.count_memory(grammar, num_bytes)
+        return grammar, num_bytes
+
+    def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle:
+        """Return a matcher at the start of a completion of the request."""
+        note_end = self._connection.ended_sequence_ids.append
+        return MatcherHandle(grammar, next(self._ids), request, note_end)
+
+    def masks(
+        self, asked: Sequence[_Asked], *, num_awaited: int, wait_s: float
+    ) -> list[Outcome | None]:
+        """Return the mask, or how the sequence ends, for each matcher and its tokens.
+
+        It is None if it is not made yet: of the first `num_awaited` after `wait_s`, of the others
+        now. The caller must ask for it again in each later call. Never raises; after the death of
+        the process, it waits for all of them.
+        """
+        if not asked:
+            return []
+        with self._lock:
+            self._connection.close_orphaned()
+            try:
+                self._query_all(asked, num_awaited, wait_s, self._step_s)
+            except MaskProcessDiedError as error:
+                logger.warning("Querying each sequence alone. %s", error)
+                # Only the cause ends, with the other sequences of its grammar: each of them would
+                # cost a process too.
+                crashing: set[CompiledGrammar] = set()
+                for one in asked:
+                    self._query_alone(one, crashing)
+        return [matcher.outcome_after(token_ids) for matcher, token_ids in asked]
+
+    def close(self) -> None:
+        """End the process and the calls that wait for it."""
+        self._connection.shut_down()
+        with self._lock:
+            self._connection.close()
+
+    def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> None:
+        """Wait for the outcome of a query; add its grammar to `crashing` if that ends a process."""
+        matcher, token_ids = asked
+        if matcher.outcome_after(token_ids) is not None:
+            return
+        if matcher.grammar in crashing:
+            matcher.note_failure(token_ids, _TOO_COSTLY)
+            return
+        try:
+            crashing |= self._query_all([asked], 1, math.inf, self._alone_s)
+        except MaskProcessDiedError as error:
+            logger.warning("Ending all sequences of a grammar with an error. %s", error)
+            crashing.add(matcher.grammar)
+            matcher.note_failure(token_ids, _TOO_COSTLY if error.is_killed else "")
+
+    def _query_all(
+        self, asked: Sequence[_Asked], num_awaited: int, wait_s: float, limit_s: float
+    ) -> set[CompiledGrammar]:
+        """Query masks and wait for the first masks; return the grammars that ended a process.
+
+        Raises MaskProcessDiedError.
+        """
+        crashing: set[CompiledGrammar] = set()
+        until_s = time.monotonic() + wait_s
+        while left := _without_outcome(asked):
+            process = self._connection.process_with({matcher.grammar for matcher, _ in left})
+            queries = [
+                matcher.query(token_ids, process.incarnation, costly_s=_COSTLY_SHARE * wait_s)
+                for matcher, token_ids in left
+                if not matcher.is_pending(process.incarnation)
+            ]
+            if queries:
+                self._connection.send_queries(process, queries, wait_s, limit_s)
+            is_awaited = bool(_without_outcome(asked[:num_awaited]))
+            left_s = max(0.0, until_s - time.monotonic()) if is_awaited else 0.0
+            reply = self._connection.receive_reply(process, left_s, limit_s)
+            if reply is None:
+                break
+            crashing |= _apply(reply, left)
+        return crashing
+
+
+def _without_outcome(asked: Sequence[_Asked]) -> list[_Asked]:
+    return [one for one in asked if one[0].outcome_after(one[1]) is None]
+
+
+def _apply(reply: MaskReply, asked: Sequence[_Asked]) -> set[CompiledGrammar]:
+    """Record the masks that were requested; return the grammars that ended the process."""
+    matchers = {matcher.id: matcher for matcher, _ in asked}
+    crashing: set[CompiledGrammar] = set()
+    for made in reply.masks:
+        # Others belong to sequences that have ended.
+        if made.sequence_id not in matchers:
+            continue
+        matcher = matchers[made.sequence_id]
+        matcher.note_made(made)
+        if made.error:
+            logger.warning("Ending a sequence with an error: %s.", made.error)
+        if made.is_offender:
+            crashing.add(matcher.grammar)
+    # Other sequences of the grammar may be as slow, and there may be many.
+    for matcher, token_ids in _without_outcome(asked):
+        if matcher.grammar in crashing:
+            matcher.note_failure(token_ids, _TOO_COSTLY)
+    return crashing
+
+
+class MaskProcessDiedError(Exception):
+    """The process died during a query, or could not be started."""
+
+    def __init__(self, message: str, *, is_killed: bool = False) -> None:
+        """`is_killed` if it died while it made masks."""
+        super().__init__(message)
+        self.is_killed = is_killed
+
+
+class MaskProcess(NamedTuple):
+    """A fork that makes masks, from its start until it exits or is replaced."""
+
+    incarnation: int
+    """The number of this incarnation, which has no state of earlier incarnations."""
+    masks: socket.socket
+    grammars: socket.socket
+
+
+class MaskConnection:
+    """Starts the process when it is needed. One thread at a time exchanges queries."""
+
+    def __init__(
+        self, connect: Callable[[], tuple[socket.socket, socket.socket]], *, max_tenant_bytes: int
+    ) -> None:
+        """`connect` starts a process and returns its sockets for masks and for grammars.
+
+        It raises EngineError. The grammars of one tenant may take `max_tenant_bytes`.
+        """
+        self._connect = connect
+        self._max_tenant_bytes = max_tenant_bytes
+        self.ended_sequence_ids: deque[int] = deque()
+        """Sent with the next query. Any thread may append."""
+        self.ended_grammar_ids: deque[int] = deque()
+        """Sent with the next message. Any thread may append."""
+        self._lock = threading.Lock()
+        """Held to load a grammar, and to change the fields below."""
+        self._grammars: WeakValueDictionary[int, CompiledGrammar] = WeakValueDictionary()
+        """Grammars in use or cached."""
+        # Read without the lock: no step waits until a grammar is loaded.
+        self._process: MaskProcess | None = None
+        self._orphaned: deque[socket.socket] = deque()
+        """Sockets for masks of dead processes, to be closed by the thread that reads them."""
+        self._num_incarnations = 0
+        self._unanswered: set[int] = set()
+        """The sequences with requested masks."""
+        self._early: deque[tuple[MaskProcess, MaskReply]] = deque()
+        """Replies that came while queries were sent."""
+        self._heard_s = 0.0
+        """When the process last replied, or was sent work while it had none."""
+
+    def load_grammar(self, grammar: CompiledGrammar) -> int:
+        """Load a grammar into the process; return its size in bytes.
+
+        Raises EngineError, OverloadedError if it does not fit in memory, or MaskProcessDiedError.
+        """
+        with self._lock:
+            process = self._process
+            if process is None:
+                self._num_incarnations += 1
+                process = self._process = MaskProcess(self._num_incarnations, *self._connect())
+            try:
+                process.grammars.settimeout(_LOAD_TIMEOUT_S)
+                load = LoadGrammar(grammar.id, grammar.text, _drained(self.ended_grammar_ids))
+                write_frame(process.grammars, msgspec.msgpack.encode(load))
+                reply: GrammarLoaded | LoadFailed = read_message(
+                    process.grammars, GrammarLoaded | LoadFailed
+                )
+            except (OSError, EOFError) as error:
+                # Another thread may be reading masks that the process sent before it died.
+                self._orphaned.append(process.masks)
+                process.grammars.close()
+                self._process = None
+                raise _died(error) from error
+            if isinstance(reply, LoadFailed):
+                if reply.is_out_of_memory:
+                    raise OverloadedError(
+                        "The structures in use take all memory available to them."
+                    )
+                raise EngineError(f"Failed to load a compiled grammar: {reply.message}.")
+            grammar.incarnation = process.incarnation
+            return reply.num_bytes
+
+    def count_memory(self, grammar: CompiledGrammar, num_bytes: int) -> None:
+        """Count a grammar against its tenant's memory.
+
+        Raises OverloadedError if that is full, and InvalidRequestError if it never has room for it.
+        """
+        most_mib = self._max_tenant_bytes >> 20
+        if num_bytes > self._max_tenant_bytes:
+            raise invalid_structure(
+                f"structure takes {num_bytes >> 20} MiB of memory; at most {most_mib} MiB are "
+                "allowed."
+            )
+        with self._lock:
+            same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
+            total = num_bytes + sum(one.num_bytes for one in same)
+            if total > self._max_tenant_bytes:
+                raise OverloadedError(
+                    f"The structures of this tenant would take {total >> 20} MiB of memory; "
+                    f"at most {most_mib} MiB are allowed."
+                )
+            grammar.num_bytes = num_bytes
+            self._grammars[grammar.id] = grammar
+
+    def process_with(self, grammars: Iterable[CompiledGrammar]) -> MaskProcess:
+        """Return a process that has these grammars. Raises MaskProcessDiedError."""
+        for _ in range(_MAX_INCARNATIONS):
+            process = self._process
+            missing = [
+                one for one in grammars if process is None or one.incarnation != process.incarnation
+            ]
+            if process is not None and not missing:
+                return process
+            try:
+                for grammar in missing:
+                    self.load_grammar(grammar)
+            except (EngineError, OverloadedError, OSError) as error:
+                # No process could be started, or it cannot load a grammar that an earlier process
+                # could load.
+                raise MaskProcessDiedError(str(error)) from error
+        raise MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
+
+    def send_queries(
+        self, process: MaskProcess, queries: list[MaskQuery], wait_s: float, limit_s: float
+    ) -> None:
+        """Ask for masks. Raises MaskProcessDiedError.
+
+        If the process replies meanwhile that it exits, the rest is not sent.
+        """
+        # The process replies early enough for the last masks to be read in time.
+        patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
+        sequence_ids, grammar_ids = _drained(self.ended_sequence_ids), self.ended_grammar_ids
+        query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s, limit_s)
+        self._unanswered.difference_update(sequence_ids)
+        if not self._unanswered:
+            self._heard_s = time.monotonic()
+        self._unanswered.update(one.sequence_id for one in queries)
+        try:
+            process.masks.settimeout(limit_s + _REPLY_MARGIN_S)
+            write_frame_and_read(
+                process.masks,
+                msgspec.msgpack.encode(query),
+                lambda: self._read_early(process),
+                timeout_s=limit_s + _REPLY_MARGIN_S,
+            )
+        except (OSError, EOFError) as error:
+            self._forget(process)
+            raise _died(error, is_killed=True) from error
+
+    def receive_reply(
+        self, process: MaskProcess, wait_s: float, limit_s: float
+    ) -> MaskReply | None:
+        """Return the next reply, or None if there is none within `wait_s`.
+
+        Raises MaskProcessDiedError, also if the process has been silent for longer than `limit_s`.
+        """
+        reply = self._take_early(process)
+        left_s = self._heard_s + limit_s + _REPLY_MARGIN_S - time.monotonic()
+        try:
+            if reply is None:
+                if not _is_readable(process.masks, min(wait_s, max(0.0, left_s))):
+                    if wait_s < left_s:
+                        return None
+                    raise TimeoutError("no reply")
+                reply = _read_reply(process)
+        except (OSError, EOFError, ValueError) as error:
+            self._forget(process)
+            raise _died(error, is_killed=True) from error
+        self._heard_s = time.monotonic()
+        self._unanswered.difference_update(mask.sequence_id for mask in reply.masks)
+        if reply.is_last:
+            self._forget(process)
+        return reply
+
+    def shut_down(self) -> None:
+        """Wake the threads that wait for the process."""
+        process = self._process
+        connected = () if process is None else (process.masks, process.grammars)
+        for connection in (*self._orphaned.copy(), *connected):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the process. Called by the thread that exchanges queries, or after it."""
+        with self._lock:
+            self._disconnect()
+        self.close_orphaned()
+
+    def close_orphaned(self) -> None:
+        """Close the sockets of dead processes. Called by the thread that exchanges queries."""
+        for connection in _drained(self._orphaned):
+            connection.close()
+
+    def _read_early(self, process: MaskProcess) -> bool:
+        """Keep a reply for later; return whether the process still reads queries."""
+        reply = _read_reply(process)
+        self._early.append((process, reply))
+        return not reply.is_last
+
+    def _take_early(self, process: MaskProcess) -> MaskReply | None:
+        while self._early:
+            sender, reply = self._early.popleft()
+            # Another incarnation was asked again for all that is needed.
+            if sender is process:
+                return reply
+        return None
+
+    def _forget(self, process: MaskProcess) -> None:
+        self._unanswered.clear()
+        # A thread that waits for a process that hangs, to load a grammar, holds the lock.
+        with contextlib.suppress(OSError):
+            process.grammars.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            # A thread that loads a grammar may have started another process.
+            if self._process is process:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._process is not None:
+            self._process.masks.close()
+            self._process.grammars.close()
+            self._process = None
+
+
+def _read_reply(process: MaskProcess) -> MaskReply:
+    reply: MaskReply = read_message(process.masks, MaskReply)
+    return reply
+
+
+def _is_readable(connection: socket.socket, wait_s: float) -> bool:
+    """Wait until there is something to read, or the other end is closed."""
+    # Unlike `select`, for any number of open files.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1e3 * wait_s))
+
+
+def _died(error: Exception, *, is_killed: bool = False) -> MaskProcessDiedError:
+    # Clients see this, for whom numbers of errors and names of their types mean nothing.
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return MaskProcessDiedError(f"The mask process died: {text.rstrip('.')}.", is_killed=is_killed)
+
+
+def _drained(items: deque[_Item]) -> list[_Item]:
+    drained = []
+    # Two threads may drain at once.
+    with contextlib.suppress(IndexError):
+        while True:
+            drained.append(items.popleft())
+    return drained
