@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.scheduling.costs import TierPolicy
 from cluster.scheduling.sequence import FailedAdmission, Sequence
-from cluster.scheduling.swap_costs import TierPolicy
 from cluster.scheduling.tiers import CpuTier, DeviceTier, DiskTier
 from pagedray.batch import BlockCopy
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection
 
+    from cluster.scheduling.costs import SwapCosts
     from cluster.scheduling.prefix_cache import BlockKey, PromptKeys
-    from cluster.scheduling.swap_costs import SwapCosts
     from pagedray.request import Request
 
 __all__ = ["KvManager", "KvOptions"]

@@ -1,4 +1,4 @@
-"""A step plan while it is being made."""
+"""A step plan while it is being made, and the rest of the step that the plan may still use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,62 @@ if TYPE_CHECKING:
     from cluster.scheduling.fair_queue import Share
     from cluster.scheduling.sequence import Sequence
 
-__all__ = ["PlanDraft"]
+__all__ = ["PlanDraft", "StepBudget"]
+
+_MAX_FEW = 8
+"""Waiting sequences of a tenant whose prompts are to end in short steps."""
+
+
+class StepBudget:
+    """The rest of a step that its plan may still use, with the plan."""
+
+    __slots__ = (
+        "_max_num_tokens",
+        "draft",
+        "first_share",
+        "fork_cost",
+        "is_held",
+        "num_other_tokens",
+        "num_stalled",
+        "num_tokens",
+        "step",
+    )
+
+    def __init__(self, step: int, *, num_tokens: int) -> None:
+        self.step = step
+        self.draft = PlanDraft(step)
+        self._max_num_tokens = num_tokens
+        self.num_tokens = num_tokens
+        """Tokens that may still be added."""
+        self.first_share: Share[Sequence] | None = None
+        """The tenant whose prompt ends in this step first."""
+        self.num_other_tokens = 0
+        """Tokens of prompts of other tenants since then."""
+        self.fork_cost = 0
+        """The cost of the forks so far, in tokens."""
+        self.is_held = False
+        """Whether nothing else may start, since a sequence is to get the blocks in transit."""
+        self.num_stalled = 0
+        """Running sequences that wait a step for a block."""
+
+    def num_tokens_for(self, sequence: Sequence) -> int:
+        """Return how many tokens a prompt may take.
+
+        A step in which the prompt of a less served tenant ends is kept short: prompts of others
+        take at most a quarter of the budget. If many requests of that tenant wait, throughput
+        counts.
+        """
+        first = self.first_share
+        if first is None or first is sequence.share or len(first.waiting) > _MAX_FEW:
+            return self.num_tokens
+        num_most = max(self._max_num_tokens // 4, 1)
+        return min(self.num_tokens, max(num_most - self.num_other_tokens, 0))
 
 
 class PlanDraft:
     """The parts of a plan that are decided so far."""
 
     __slots__ = (
-        "budget",
         "chunk_samples",
         "chunks",
         "copies",
@@ -26,13 +74,8 @@ class PlanDraft:
         "disk_reads",
         "disk_writes",
         "evictions",
-        "first_share",
-        "fork_cost",
         "growing_rows",
-        "is_held",
         "new_block_ids",
-        "num_other_tokens",
-        "num_stalled",
         "prefilled",
         "restores",
         "single_samples",
@@ -43,10 +86,8 @@ class PlanDraft:
         "swap_outs",
     )
 
-    def __init__(self, step: int, *, budget: int) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self.budget = budget
-        """Tokens that may still be added."""
         self.starts: list[SequenceStart] = []
         self.swap_outs: list[BlockCopy] = []
         self.swap_ins: list[BlockCopy] = []
@@ -72,16 +113,6 @@ class PlanDraft:
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []
         """Sequences that compute known tokens."""
-        self.first_share: Share[Sequence] | None = None
-        """The tenant of the first prompt that ends in this step."""
-        self.fork_cost = 0
-        """The cost of the forks so far, in tokens."""
-        self.num_other_tokens = 0
-        """Tokens of prompts of other tenants since then."""
-        self.is_held = False
-        """Whether nothing else may start, since a sequence is to get the blocks in transit."""
-        self.num_stalled = 0
-        """Running sequences that wait a step for a block."""
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +151,6 @@ class PlanDraft:
         position = sequence.num_computed
         is_sampled = position + num_tokens == sequence.prefill_end
         plan = SequencePlan(sequence.row, position, num_tokens, is_sampled, tuple(new_block_ids))
-        self.budget -= num_tokens
         self.prefilled.append(sequence)
         if num_tokens > 1:
             self.chunks.append(plan)

@@ -12,31 +12,29 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.fault_recovery import Blame
-from cluster.scheduling.plan_draft import PlanDraft
-from cluster.scheduling.preemptor import AdmissionSize, Preemptor
+from cluster.scheduling.plan_draft import StepBudget
+from cluster.scheduling.policy import (
+    MAX_SKIPPED,
+    AdmissionSize,
+    Preemptor,
+    SkippedSequences,
+    is_before,
+)
 from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_table import MAX_SKIPPED
 
 if TYPE_CHECKING:
-    from cluster.scheduling.fair_queue import FairQueue, Share
+    from cluster.scheduling.costs import StepPace, SwapCosts
     from cluster.scheduling.kv_manager import KvManager
+    from cluster.scheduling.plan_draft import PlanDraft
     from cluster.scheduling.sequence_table import SequenceTable
-    from cluster.scheduling.step_times import StepPace
-    from cluster.scheduling.swap_costs import SwapCosts
     from pagedray.config import SchedulerConfig
 
 __all__ = ["Planner"]
 
-_MAX_FEW = 8
-"""Waiting sequences of a tenant up to which its prompts end in short steps."""
 _FORK_COST = 2**14
 """The fixed cost of a fork, in tokens of a prompt that it copies."""
 _MAX_FORK_COST = 5 * 2**17
 """The cost after which a plan has no more forks, so that it takes less than a millisecond."""
-
-_MAX_SKIPPED = 8
-_MAX_SKIPPED_OF_TENANT = 4
-"""More than 1, so that a large prompt does not stop its own tenant either."""
 
 
 class Planner:
@@ -73,16 +71,17 @@ class Planner:
 
     def draft_plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
         """Return the draft of `step`, which may be empty."""
-        draft = PlanDraft(step, budget=self._max_num_tokens)
+        budget = StepBudget(step, num_tokens=self._max_num_tokens)
+        draft = budget.draft
         table = self._table
         preempting: list[Sequence] = []
-        if table.guard.starved is not None:
-            self._preemptor.reclaim(draft)
+        if self._preemptor.guard.starved is not None:
+            self._preemptor.reclaim(budget)
         if table.waiting:
-            preempting = self._preempt_for_waiting(draft)
-        prefills = self._plan_decodes(draft)
+            preempting = self._preempt_for_waiting(budget)
+        prefills = self._plan_decodes(budget)
         # A token of the budget was set aside for each.
-        draft.budget += len(preempting)
+        budget.num_tokens += len(preempting)
         if self._pace is not None:
             self._pace.begin_step(
                 num_tokens=len(draft.decodes),
@@ -90,12 +89,12 @@ class Planner:
             )
         for num_left, sequence in zip(range(len(preempting))[::-1], preempting, strict=True):
             with Blame(sequence):
-                self._start(sequence, draft, budget=draft.budget - num_left)
-        if table.swapped and not draft.is_held:
-            self._swap_in(draft, acknowledged_step)
+                self._start(sequence, budget, num_tokens=budget.num_tokens - num_left)
+        if table.swapped and not budget.is_held:
+            self._swap_in(budget, acknowledged_step)
         if prefills or table.waiting:
-            self._plan_prompts(prefills, draft)
-        self._register(draft)
+            self._plan_prompts(prefills, budget)
+        self._register(budget)
         draft.evictions, draft.restores = self._kv.take_copies(step)
         if self._kv.disk is not None:
             draft.disk_reads = self._kv.disk.take_reads(step)
@@ -103,13 +102,13 @@ class Planner:
                 draft.disk_writes = self._kv.disk.take_writes(step)
         return draft
 
-    def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
-        """Plan the next token of each running sequence, and return sequences still in prefill."""
+    def _plan_decodes(self, budget: StepBudget) -> list[Sequence]:
+        """Plan the next token of each running sequence, and return those still in prefill."""
         prefills: list[Sequence] = []
-        decodes, positions = draft.decodes, draft.decode_positions
+        decodes, positions = budget.draft.decodes, budget.draft.decode_positions
         # With more sequences than tokens, the budget may end at any of them.
-        is_tight = len(self._table.running) > draft.budget
-        # Preemption removes sequences from the queue, but only behind the current sequence.
+        is_tight = len(self._table.running) > budget.num_tokens
+        # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
             position = sequence.num_computed
             if is_tight or position >= sequence.unchecked_until:
@@ -118,51 +117,51 @@ class Planner:
                     continue
                 if sequence.is_ending or sequence.lacks_mask:
                     continue
-                if len(decodes) == draft.budget:
+                if len(decodes) == budget.num_tokens:
                     break
                 with Blame(sequence):
-                    can_decode = self._prepare_decode(sequence, draft)
+                    can_decode = self._prepare_decode(sequence, budget)
                 if not can_decode:
                     continue
             decodes.append(sequence)
             positions.append(position)
             sequence.num_computed = position + 1
-        draft.budget -= len(decodes)
+        budget.num_tokens -= len(decodes)
         return prefills
 
-    def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def _prepare_decode(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Find out how long a sequence decodes unexamined; return False if it cannot decode now.
 
         It gets a block if needed.
         """
         if sequence.num_computed == sequence.blocks.num_slots:
-            block = self._preemptor.make_room(sequence, draft)
+            block = self._preemptor.make_room(sequence, budget)
             if block is None:
                 return False
-            draft.growing_rows.append(sequence.row)
-            draft.new_block_ids.append(block)
+            budget.draft.growing_rows.append(sequence.row)
+            budget.draft.new_block_ids.append(block)
         if sequence.masks is None or not sequence.masks.num_deferred:
             sequence.unchecked_until = min(sequence.blocks.num_slots, sequence.max_length - 1)
         return True
 
-    def _plan_prompts(self, prefills: list[Sequence], draft: PlanDraft) -> None:
-        """Compute prompts and start waiting sequences, of the least served tenant first."""
+    def _plan_prompts(self, prefills: list[Sequence], budget: StepBudget) -> None:
+        """Compute prompts and start waiting sequences, those of the least served tenant first."""
         if len(prefills) > 1:
             prefills.sort(key=lambda sequence: sequence.share.time)
         left = deque(prefills)
         skipped = SkippedSequences(self._table.waiting)
-        while draft.budget and self._has_time:
-            head = self._next_waiting(draft, skipped)
-            if head is not None and not (left and _is_before(left[0], head)):
+        while budget.num_tokens and self._has_time:
+            head = self._next_waiting(budget, skipped)
+            if head is not None and not (left and is_before(left[0], head)):
                 with Blame(head):
-                    has_started = self._start_if_room(head, draft)
+                    has_started = self._start_if_room(head, budget)
                 if not has_started:
                     skipped.skip(head)
             elif left:
                 sequence = left.popleft()
-                if budget := self._budget_for(sequence, draft):
+                if num_tokens := budget.num_tokens_for(sequence):
                     with Blame(sequence):
-                        self._plan_chunk(sequence, draft, budget=budget)
+                        self._plan_chunk(sequence, budget, num_tokens=num_tokens)
             else:
                 break
         skipped.put_back()
@@ -172,10 +171,10 @@ class Planner:
         """Whether the step may have more tokens of prompts."""
         return self._pace is None or self._pace.num_tokens(0) >= 1
 
-    def _next_waiting(self, draft: PlanDraft, skipped: SkippedSequences) -> Sequence | None:
+    def _next_waiting(self, budget: StepBudget, skipped: SkippedSequences) -> Sequence | None:
         """Return the next waiting sequence that might start, or None."""
         table = self._table
-        if not table.waiting.has_first or draft.is_held or skipped.is_full:
+        if not table.waiting.has_first or budget.is_held or skipped.is_full:
             return None
         # Copies prolong a step, as tokens do.
         num_restored = self._kv.device.num_loads * self._kv.block_size
@@ -184,134 +183,121 @@ class Planner:
         # Each needs a row, and one block at least.
         if not (table.has_free_row and self._kv.pool.num_free):
             return None
-        if not table.guard.is_reserved:
+        if not self._preemptor.guard.is_reserved:
             return table.waiting.first
-        starved = table.guard.starved
+        starved = self._preemptor.guard.starved
         if starved is None or starved.state is not SequenceState.WAITING or skipped.are_any:
             return None
         return starved
 
-    def _budget_for(self, sequence: Sequence, draft: PlanDraft) -> int:
-        """Return how many tokens a prompt may take.
-
-        A step that ends the prompt of a less served tenant is kept short: prompts of others take at
-        most a quarter of the budget. If many sequences of that tenant wait, throughput counts
-        instead.
-        """
-        first = draft.first_share
-        if first is None or first is sequence.share or len(first.waiting) > _MAX_FEW:
-            return draft.budget
-        num_most = max(self._max_num_tokens // 4, 1)
-        return min(draft.budget, max(num_most - draft.num_other_tokens, 0))
-
-    def _start_if_room(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def _start_if_room(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Start a waiting sequence, or return False if it must wait."""
-        budget = self._budget_for(sequence, draft)
-        if sequence.num_pending or not budget or self._awaits_disk(sequence, draft.step):
+        num_tokens = budget.num_tokens_for(sequence)
+        if sequence.num_pending or not num_tokens or self._awaits_disk(sequence, budget.step):
             return False
-        is_full = draft.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST
-        if draft.fork_cost and is_full and self._donor_for(sequence, draft.step) is not None:
+        is_full = budget.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST
+        if budget.fork_cost and is_full and self._donor_for(sequence, budget.step) is not None:
             return False
-        if not self._admit(sequence, draft):
-            self._table.guard.note_failure(sequence)
+        if not self._admit(sequence, budget):
+            self._preemptor.guard.note_failure(sequence)
             return False
-        self._start(sequence, draft, budget=budget)
+        self._start(sequence, budget, num_tokens=num_tokens)
         return True
 
-    def _start(self, sequence: Sequence, draft: PlanDraft, *, budget: int) -> None:
+    def _start(self, sequence: Sequence, budget: StepBudget, *, num_tokens: int) -> None:
         """Start a waiting sequence that has its blocks."""
         # Tokens computed before, or cached, cost the tenant nothing.
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
-        if sequence is self._preemptor.pending_preemptor:
-            self._preemptor.pending_preemptor = None
+        self._preemptor.note_start(sequence)
         if sequence.blocks.awaits_copies:
-            sequence.ready_step = draft.step
+            sequence.ready_step = budget.step
             self._table.start_sequence(sequence, SequenceState.ARRIVING)
-            draft.add_start(sequence)
+            budget.draft.add_start(sequence)
             return
         self._table.start_sequence(sequence, SequenceState.RUNNING)
-        draft.add_start(sequence)
-        self._plan_chunk(sequence, draft, budget=budget)
+        budget.draft.add_start(sequence)
+        self._plan_chunk(sequence, budget, num_tokens=num_tokens)
 
-    def _plan_chunk(self, sequence: Sequence, draft: PlanDraft, *, budget: int) -> None:
-        """Plan as many of a sequence's known tokens as `budget` allows."""
+    def _plan_chunk(self, sequence: Sequence, budget: StepBudget, *, num_tokens: int) -> None:
+        """Plan a sequence's next known tokens, at most `num_tokens`."""
         share = sequence.share
-        num_tokens = min(budget, sequence.prefill_end - sequence.num_computed)
+        num_tokens = min(num_tokens, sequence.prefill_end - sequence.num_computed)
         if self._pace is not None:
             # A sequence that has just started has at least a token.
             first_position = sequence.num_computed
             num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
             self._pace.add_tokens(num_tokens, first_position=first_position)
         num_computed = sequence.num_computed + num_tokens
-        draft.add_chunk(sequence, num_tokens, self._kv.extend(sequence, num_computed))
+        budget.draft.add_chunk(sequence, num_tokens, self._kv.extend(sequence, num_computed))
+        budget.num_tokens -= num_tokens
         sequence.num_computed = num_computed
         num_charged = min(num_computed, sequence.num_initial_tokens)
         if num_charged > sequence.num_charged:
             cost = (num_charged - sequence.num_charged) * sequence.active.token_cost
             self._table.waiting.charge(share, cost)
             sequence.num_charged = num_charged
-        if draft.first_share not in (None, share):
-            draft.num_other_tokens += num_tokens
+        if budget.first_share not in (None, share):
+            budget.num_other_tokens += num_tokens
         if num_computed == sequence.prefill_end:
             sequence.is_prefill = False
             sequence.num_prefilled = num_computed
-            draft.first_share = draft.first_share or share
+            budget.first_share = budget.first_share or share
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
-            sequence.prompt_step = draft.step
+            sequence.prompt_step = budget.step
 
-    def _preempt_for_waiting(self, draft: PlanDraft) -> list[Sequence]:
+    def _preempt_for_waiting(self, budget: StepBudget) -> list[Sequence]:
         """Give blocks to waiting sequences that may take the rows of others, and return them.
 
         They are the first of the least served tenant. They start once the decodes are planned,
         which must not include sequences that lose their rows.
         """
         table, preempting = self._table, list[Sequence]()
-        num_most = min(MAX_SKIPPED, draft.budget)
+        num_most = min(MAX_SKIPPED, budget.num_tokens)
         while table.waiting and len(preempting) < num_most:
             head = table.waiting.first
             # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
             # also counts shared blocks.
             with Blame(head):
-                if self._donor_for(head, draft.step) is not None:
+                if self._donor_for(head, budget.step) is not None:
                     break
-                if self._awaits_disk(head, draft.step):
+                if self._awaits_disk(head, budget.step):
                     break
                 if not self._preemptor.may_preempt(head, preempting):
                     break
-                if not self._take_room(head, preempting, draft):
+                if not self._take_room(head, preempting, budget):
                     break
             table.waiting.remove(head)
             preempting.append(head)
         for sequence in preempting:
             table.waiting.insert(sequence)
         # A token of the budget is set aside for each.
-        draft.budget -= len(preempting)
+        budget.num_tokens -= len(preempting)
         return preempting
 
-    def _take_room(self, head: Sequence, preempting: list[Sequence], draft: PlanDraft) -> bool:
-        """Find a row and blocks for a waiting sequence, from others if needed.
+    def _take_room(self, head: Sequence, preempting: list[Sequence], budget: StepBudget) -> bool:
+        """Find a row for a waiting sequence and give it its blocks, those of others if needed.
 
         Returns False if it must wait.
         """
         preemptor = self._preemptor
         lacks_row = self._table.num_free_rows == len(preempting)
-        if lacks_row and not preemptor.preempt_for(head, preempting, draft):
+        if lacks_row and not preemptor.preempt_for(head, preempting, budget):
             return False
-        while not self._admit(head, draft):
+        while not self._admit(head, budget):
             if not (
-                preemptor.lacks_blocks(head) and preemptor.preempt_for(head, preempting, draft)
+                preemptor.lacks_blocks(head) and preemptor.preempt_for(head, preempting, budget)
             ):
                 # Others must not take the blocks in transit.
-                draft.is_held = (
+                budget.is_held = (
                     head is preemptor.pending_preemptor and self._kv.pool.num_in_transit > 0
                 )
                 return False
         return True
 
-    def _swap_in(self, draft: PlanDraft, acknowledged_step: int) -> None:
-        """Swap sequences in while there is room; later sequences may overtake the first few."""
+    def _swap_in(self, budget: StepBudget, acknowledged_step: int) -> None:
+        """Swap sequences in while there is room; those behind may pass the first few."""
         num_skipped = 0
-        guard = self._table.guard
+        guard = self._preemptor.guard
         for sequence in [*self._table.swapped]:
             if guard.is_reserved and sequence is not guard.starved:
                 continue
@@ -323,7 +309,7 @@ class Planner:
             with Blame(sequence):
                 copies = self._kv.swap_in(
                     sequence,
-                    draft.step,
+                    budget.step,
                     num_tokens=self._size.num_tokens_to_hold(sequence),
                     num_spare=self._size.num_spare_blocks(sequence),
                 )
@@ -334,22 +320,23 @@ class Planner:
                 else:
                     self._table.recompute_swapped(sequence)
                 continue
-            draft.swap_ins += copies
-            sequence.ready_step = draft.step
+            budget.draft.swap_ins += copies
+            sequence.ready_step = budget.step
+            self._preemptor.note_start(sequence)
             self._table.start_sequence(sequence, SequenceState.ARRIVING)
-            draft.add_start(sequence)
+            budget.draft.add_start(sequence)
 
-    def _admit(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def _admit(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Give a waiting sequence its blocks, or return False if there is no room."""
         num_tokens = self._size.num_tokens_to_hold(sequence)
         num_spare = self._size.num_spare_blocks(sequence)
-        donor = self._donor_for(sequence, draft.step)
+        donor = self._donor_for(sequence, budget.step)
         if donor is not None:
             copies = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
             if copies is None:
                 return False
-            draft.copies += copies
-            draft.fork_cost += _FORK_COST + sequence.num_prompt_tokens
+            budget.draft.copies += copies
+            budget.fork_cost += _FORK_COST + sequence.num_prompt_tokens
             sequence.donor_row = donor.row
             return True
         if not self._kv.admit(sequence, num_tokens=num_tokens, num_spare=num_spare):
@@ -376,50 +363,11 @@ class Planner:
                 return sibling
         return None
 
-    def _register(self, draft: PlanDraft) -> None:
+    def _register(self, budget: StepBudget) -> None:
         """Register the blocks that the plan fills, for sequences of later plans."""
         # After all starts: a step cannot read blocks that it computes itself.
-        for sequence in draft.prefilled:
+        for sequence in budget.draft.prefilled:
             with Blame(sequence):
                 self._kv.register_blocks(sequence)
-                if sequence.prompt_step == draft.step:
+                if sequence.prompt_step == budget.step:
                     self._table.release_siblings(sequence)
-
-
-def _is_before(prefill: Sequence, head: Sequence) -> bool:
-    """Return whether the rest of a prompt comes before a waiting sequence."""
-    return head.share is prefill.share or head.share.time > prefill.share.time
-
-
-class SkippedSequences:
-    """Takes sequences from a fair queue, to find others behind them, and puts them back."""
-
-    __slots__ = ("_counts", "_items", "_queue")
-
-    def __init__(self, queue: FairQueue[Sequence]) -> None:
-        self._queue = queue
-        self._items: list[Sequence] = []
-        self._counts: dict[Share[Sequence], int] = {}
-
-    @property
-    def are_any(self) -> bool:
-        """Whether a sequence was passed and not yet put back."""
-        return bool(self._items)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more may be passed, which bounds the time of a step."""
-        return len(self._items) >= _MAX_SKIPPED
-
-    def skip(self, sequence: Sequence) -> None:
-        """Take a sequence from the queue; the fourth of a tenant hides all others of it."""
-        self._items.append(sequence)
-        count = self._counts[sequence.share] = self._counts.get(sequence.share, 0) + 1
-        self._queue.remove(sequence)
-        if count == _MAX_SKIPPED_OF_TENANT:
-            self._queue.hide_share(sequence.share)
-
-    def put_back(self) -> None:
-        """Put all passed sequences back into the queue."""
-        for sequence in self._items:
-            self._queue.insert(sequence)

@@ -14,7 +14,8 @@ from array import array
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.backlog import Backlog
+from cluster.scheduling.costs import CostMeter, StepPace, StepTimes, SwapCosts
+from cluster.scheduling.fair_queue import Backlog
 from cluster.scheduling.fault_recovery import Blame, FaultRecovery
 from cluster.scheduling.kv_manager import KvManager, KvOptions
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
@@ -23,8 +24,6 @@ from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
-from cluster.scheduling.step_times import StepPace, StepTimes
-from cluster.scheduling.swap_costs import CostMeter, SwapCosts
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.text import pluralize
@@ -264,7 +263,7 @@ class Scheduler:
         )
         self._step += 1
         self._num_steps += 1
-        self._num_scheduled_tokens += self._max_num_tokens - draft.budget
+        self._num_scheduled_tokens += plan.num_tokens
         self._num_swapped_out_blocks += len(draft.swap_outs)
         self._num_swapped_in_blocks += len(draft.swap_ins)
         for active in self._table.take_started():

@@ -12,15 +12,10 @@ from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from cluster.scheduling.backlog import Backlog
+    from cluster.scheduling.fair_queue import Backlog
     from cluster.scheduling.kv_manager import KvManager
 
-__all__ = ["GRACE_STEPS", "MAX_SKIPPED", "SequenceQueue", "SequenceTable", "StarvationGuard"]
-
-MAX_SKIPPED = 4
-"""Sequences that may be overtaken in a step, which bounds the time to find a sequence with room."""
-GRACE_STEPS = 16
-"""Steps for which overtakers may continue, since many end by themselves."""
+__all__ = ["SequenceQueue", "SequenceTable"]
 
 _order = attrgetter("order")
 
@@ -34,7 +29,6 @@ class SequenceTable:
         "_started",
         "arriving",
         "backlog",
-        "guard",
         "num_held",
         "num_rows",
         "quarantined",
@@ -54,8 +48,6 @@ class SequenceTable:
         self.swapped = SequenceQueue()
         self.arriving = SequenceQueue()
         self.quarantined = SequenceQueue()
-        self.guard = StarvationGuard(self.running)
-        """Guards a sequence that finds too few blocks."""
         self.num_rows = num_rows
         """Sequences that can run at once."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -129,7 +121,6 @@ class SequenceTable:
         sequence.share.num_rows += 1
         sequence.state = state
         self._queue_of(sequence).insert(sequence)
-        self.guard.note_start(sequence)
         if sequence.active.is_queued:
             sequence.active.is_queued = False
             self.backlog.start_request(sequence.active.request.tenant, sequence.num_prompt_tokens)
@@ -200,7 +191,6 @@ class SequenceTable:
         For `damaged`, see `KvManager.clear`.
         """
         self._kv.clear(damaged)
-        self.guard.clear()
         self._free_rows = list(range(self.num_rows - 1, -1, -1))
         for queue in (self.waiting, self.running, self.swapped, self.arriving, self.quarantined):
             queue.clear()
@@ -245,70 +235,6 @@ class SequenceTable:
             case state:
                 assert state is SequenceState.ARRIVING
                 return self.arriving
-
-
-class StarvationGuard:
-    """The sequence that has lacked room for the longest time, and its overtakers."""
-
-    __slots__ = ("_num_starts", "_reserved_step", "_running", "starved")
-
-    def __init__(self, running: SequenceQueue) -> None:
-        self._running = running
-        self._num_starts = 0
-        self._reserved_step = -1
-        self.starved: Sequence | None = None
-        """The sequence that has lacked room for the longest time."""
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether no sequence may overtake the starved sequence."""
-        return self._reserved_step >= 0
-
-    def note_failure(self, sequence: Sequence) -> None:
-        """Note that a sequence found too few free blocks."""
-        if sequence.starved_since < 0:
-            sequence.starved_since = self._num_starts
-        if self.starved is None:
-            self.starved = sequence
-
-    def note_start(self, sequence: Sequence) -> None:
-        """Note that a sequence got a row and blocks."""
-        self._num_starts += 1
-        sequence.start_number = self._num_starts
-        sequence.starved_since = -1
-        if sequence is self.starved:
-            self.clear()
-
-    def find_starved(self) -> Sequence | None:
-        """Return the starved sequence, which is forgotten if it has ended or may not run."""
-        starved = self.starved
-        if starved is None or starved.state in (SequenceState.WAITING, SequenceState.SWAPPED):
-            return starved
-        self.clear()
-        return None
-
-    def overtakers(self, starved: Sequence) -> list[Sequence]:
-        """Return the running sequences that overtook the starved sequence, the last first."""
-        return [
-            sequence
-            for sequence in reversed(self._running)
-            if sequence.start_number > starved.starved_since
-            and sequence.order > starved.order
-            and not sequence.is_ending
-        ]
-
-    def note_reserved(self, step: int, *, has_enough: bool) -> bool:
-        """Note whether overtakers hold the missing blocks; return whether to take them back."""
-        if not has_enough:
-            self._reserved_step = -1
-        elif self._reserved_step < 0:
-            self._reserved_step = step
-        return has_enough and step - self._reserved_step >= GRACE_STEPS
-
-    def clear(self) -> None:
-        """Forget the starved sequence."""
-        self.starved = None
-        self._reserved_step = -1
 
 
 class SequenceQueue:

@@ -28,8 +28,8 @@ from pagedray.batch import BlockCopy, DiskReport
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Sequence
 
+    from cluster.scheduling.costs import TierPolicy
     from cluster.scheduling.prefix_cache import BlockKey
-    from cluster.scheduling.swap_costs import TierPolicy
 
 __all__ = ["BlockIndex", "CpuTier", "DeviceTier", "DiskTier"]
 

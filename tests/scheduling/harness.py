@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.preemptor import MAX_PREEMPTIONS
+from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig

@@ -6,7 +6,8 @@ import pytest
 
 from bench.scheduler.cases import wait_behind_large
 from bench.scheduler.replica import make_replica
-from cluster.scheduling.sequence_table import GRACE_STEPS, SequenceQueue, StarvationGuard
+from cluster.scheduling.policy import GRACE_STEPS, StarvationGuard
+from cluster.scheduling.sequence_table import SequenceQueue
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness

@@ -18,7 +18,7 @@ from cluster.engine.rank_places import PoolMemories
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
-from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.policy import Preemptor
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable

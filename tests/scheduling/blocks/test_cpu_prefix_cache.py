@@ -1,7 +1,7 @@
 from array import array
 
+from cluster.scheduling.costs import TierPolicy
 from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
-from cluster.scheduling.swap_costs import TierPolicy
 from cluster.scheduling.tiers import CpuTier
 from pagedray.batch import BlockCopy
 

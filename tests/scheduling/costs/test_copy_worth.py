@@ -1,5 +1,4 @@
-from cluster.scheduling.step_times import StepTimes
-from cluster.scheduling.swap_costs import SwapCosts, TierPolicy
+from cluster.scheduling.costs import StepTimes, SwapCosts, TierPolicy
 
 BLOCK_SIZE = 16
 

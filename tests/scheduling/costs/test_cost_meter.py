@@ -2,8 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.step_times import StepTimes
-from cluster.scheduling.swap_costs import CostMeter, SwapCosts
+from cluster.scheduling.costs import CostMeter, StepTimes, SwapCosts
 from pagedray.batch import Decodes, SequencePlan, StepOutput, StepPlan
 
 DECODES = Decodes.pack([1, 2], [10, 20])

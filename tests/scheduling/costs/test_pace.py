@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cluster.scheduling.step_times import StepPace, StepTimes
+from cluster.scheduling.costs import StepPace, StepTimes
 
 TARGET_S = 0.030
 NUM_DECODES = 32

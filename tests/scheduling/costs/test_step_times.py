@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from cluster.scheduling.step_times import StepTimes
+from cluster.scheduling.costs import StepTimes
 
 
 def steps(number: int) -> list[tuple[int, int]]:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.step_times import StepTimes
-from cluster.scheduling.swap_costs import SwapCosts
+from cluster.scheduling.costs import StepTimes, SwapCosts
 
 
 def measured(*, blocks_per_s: float, tokens_per_s: float) -> SwapCosts:

@@ -1,6 +1,6 @@
 from array import array
 
-from cluster.scheduling.preemptor import (
+from cluster.scheduling.policy import (
     MAX_PREEMPTIONS,
     choose_preempted,
     choose_victim,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.policy import Preemptor
 from cluster.scheduling.sequence import Sequence, SequenceState
 from tests.scheduling.harness import Harness
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.backlog import Backlog
+from cluster.scheduling.fair_queue import Backlog
 from pagedray.errors import OverloadedError
 
 

@@ -1,8 +1,18 @@
-"""Takes rows and blocks from running sequences, for others.
+"""Decides which sequence is served next, which waits and which is preempted.
 
-A running sequence that needs a block takes blocks of a sequence behind it. A waiting sequence may
-take a row, and blocks, of a tenant that has more rows than its own, and of a lower priority within
-its tenant. A starved sequence takes back the blocks of its overtakers, as `StarvationGuard` says.
+| question | rule | code |
+| --- | --- | --- |
+| served next | lowest clock of the tenant, then priority, then arrival | `FairQueue`, `is_before` |
+| overtakes | the next sequences that find room, if it leaves spare blocks | `SkippedSequences` |
+| waits | all, once overtakers hold what a starved sequence lacks | `StarvationGuard` |
+| preempted for a running one | last behind it, of the most served tenant | `choose_victim` |
+| preempted for a waiting one | lower priority, or two rows more | `choose_preempted` |
+| preempted for a starved one | overtakers, the last first, after a grace | `Preemptor.reclaim` |
+| swapped or dropped | what takes less time, or `--preemption` says | `SwapCosts.choose_swap` |
+
+A sequence that was preempted `MAX_PREEMPTIONS` times is preempted for a running sequence only if
+all sequences behind that are protected, too. Under each rule some sequence is never preempted: the
+first running sequence, the first sequence of a tenant, and the starved sequence.
 """
 
 from __future__ import annotations
@@ -13,23 +23,42 @@ from cluster.scheduling.fault_recovery import Blame
 from cluster.scheduling.sequence import Sequence, SequenceState
 
 if TYPE_CHECKING:
+    from cluster.scheduling.costs import SwapCosts
+    from cluster.scheduling.fair_queue import FairQueue, Share
     from cluster.scheduling.kv_manager import KvManager
-    from cluster.scheduling.plan_draft import PlanDraft
+    from cluster.scheduling.plan_draft import StepBudget
     from cluster.scheduling.sequence_table import SequenceQueue, SequenceTable
-    from cluster.scheduling.swap_costs import SwapCosts
     from pagedray.config import Preemption
 
-__all__ = ["MAX_PREEMPTIONS", "AdmissionSize", "Preemptor", "choose_preempted", "choose_victim"]
-
-_STEPS_PER_CHECK = 4
-"""Steps between two looks at the blocks of overtakers."""
-_SPARE_BLOCKS = 4
-"""Free blocks to leave per running sequence when a sequence overtakes a starved one."""
-_MAX_HEADROOM = 16
-"""The most blocks that a preempted sequence gets for its next tokens when it starts again."""
+__all__ = [
+    "GRACE_STEPS",
+    "MAX_PREEMPTIONS",
+    "MAX_SKIPPED",
+    "AdmissionSize",
+    "Preemptor",
+    "SkippedSequences",
+    "StarvationGuard",
+    "choose_preempted",
+    "choose_victim",
+    "is_before",
+]
 
 MAX_PREEMPTIONS = 3
 """Preemptions after which a sequence is protected."""
+MAX_SKIPPED = 4
+"""Swapped or preempting sequences that a step examines, which bounds its time."""
+_MAX_SKIPPED = 8
+"""Waiting sequences without room that a step skips."""
+_MAX_SKIPPED_OF_TENANT = 4
+"""More than one, so that a large prompt does not stop its own tenant either."""
+_SPARE_BLOCKS = 4
+"""Blocks for each running sequence that overtakers leave free."""
+GRACE_STEPS = 16
+"""Steps for which overtakers may continue, since many end by themselves."""
+_STEPS_PER_CHECK = 4
+"""Steps between two looks at the blocks of overtakers."""
+_MAX_HEADROOM = 16
+"""The most blocks that a preempted sequence gets for its next tokens when it starts again."""
 
 
 class Preemptor:
@@ -39,48 +68,56 @@ class Preemptor:
         self,
         kv: KvManager,
         sequence_table: SequenceTable,
-        room: AdmissionSize,
+        size: AdmissionSize,
         *,
         preemption: Preemption,
         swap_costs: SwapCosts,
     ) -> None:
         self._kv = kv
         self._table = sequence_table
-        self._size = room
+        self._size = size
         self._preemption = preemption
         self._swap_costs = swap_costs
+        self.guard = size.guard
+        """The starved sequence, and its overtakers."""
         self.pending_preemptor: Sequence | None = None
         """The waiting sequence for which others were preempted, until it starts."""
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
 
-    def make_room(self, sequence: Sequence, draft: PlanDraft) -> int | None:
+    def note_start(self, sequence: Sequence) -> None:
+        """Note that a sequence gets a row and blocks."""
+        self.guard.note_start(sequence)
+        if sequence is self.pending_preemptor:
+            self.pending_preemptor = None
+
+    def make_room(self, sequence: Sequence, budget: StepBudget) -> int | None:
         """Add a block to a running sequence and return it, or None if it waits a step."""
         while (block := self._kv.append(sequence)) is None:
-            # Blocks being swapped out may suffice for the stalled sequences and this sequence.
-            if self._kv.pool.num_in_transit > draft.num_stalled:
+            # Blocks being swapped out may suffice for the stalled sequences and this one.
+            if self._kv.pool.num_in_transit > budget.num_stalled:
                 break
             victim = choose_victim(self._table.running, sequence)
             if victim is None:
                 break
             victim.num_preemptions += 1
-            self._preempt(victim, draft)
+            self._preempt(victim, budget)
         else:
             return block
-        draft.num_stalled += 1
+        budget.num_stalled += 1
         return None
 
-    def reclaim(self, draft: PlanDraft) -> None:
+    def reclaim(self, budget: StepBudget) -> None:
         """Take back the room of overtakers of the starved sequence, after the grace steps."""
-        guard = self._table.guard
+        guard = self.guard
         starved = guard.find_starved()
-        if starved is None or draft.step % _STEPS_PER_CHECK:
+        if starved is None or budget.step % _STEPS_PER_CHECK:
             return
         overtakers = guard.overtakers(starved)
         num_lacking = self._size.num_lacking(starved)
         # Each also has a block left free for it.
         numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in overtakers]
-        if not guard.note_reserved(draft.step, has_enough=num_lacking <= sum(numbers)):
+        if not guard.note_reserved(budget.step, has_enough=num_lacking <= sum(numbers)):
             return
         lacks_row = not self._table.has_free_row
         for sequence, number in zip(overtakers, numbers, strict=True):
@@ -89,7 +126,7 @@ class Preemptor:
             num_lacking -= number
             lacks_row = False
             sequence.num_preemptions += 1
-            self._preempt(sequence, draft)
+            self._preempt(sequence, budget)
 
     def may_preempt(self, head: Sequence, preempting: list[Sequence]) -> bool:
         """Return whether a waiting sequence may take the row of another sequence."""
@@ -101,15 +138,15 @@ class Preemptor:
             return False
         return self._choose_preempted(head, preempting) is not None
 
-    def preempt_for(self, head: Sequence, preempting: list[Sequence], draft: PlanDraft) -> bool:
-        """Preempt a sequence for a waiting sequence; return False if there is none."""
+    def preempt_for(self, head: Sequence, preempting: list[Sequence], budget: StepBudget) -> bool:
+        """Preempt a sequence for a waiting one; return False if there is none."""
         victim = self._choose_preempted(head, preempting)
         if victim is None:
             return False
         # Sequences of other tenants are protected by the rows that their tenants keep.
         victim.num_preemptions += victim.share is head.share
         self.pending_preemptor = head
-        self._preempt(victim, draft)
+        self._preempt(victim, budget)
         return True
 
     def lacks_blocks(self, head: Sequence) -> bool:
@@ -132,15 +169,15 @@ class Preemptor:
         num_own += sum(sequence.share is head.share for sequence in preempting)
         return choose_preempted(table.running, head, num_own=num_own)
 
-    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def _preempt(self, sequence: Sequence, budget: StepBudget) -> None:
         """Take the row and blocks of a running sequence."""
         with Blame(sequence):
-            self._swap_or_release(sequence, draft)
+            self._swap_or_release(sequence, budget)
 
-    def _swap_or_release(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def _swap_or_release(self, sequence: Sequence, budget: StepBudget) -> None:
         if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
-            draft.swap_outs += self._kv.swap_out(sequence, draft.step)
-            sequence.ready_step = draft.step
+            budget.draft.swap_outs += self._kv.swap_out(sequence, budget.step)
+            sequence.ready_step = budget.step
             self._table.preempt_sequence(sequence, SequenceState.SWAPPED)
             self.num_swap_preemptions += 1
         else:
@@ -177,11 +214,12 @@ def _precedes(swapped: Sequence, head: Sequence) -> bool:
 class AdmissionSize:
     """The number of blocks that a sequence needs to start."""
 
-    __slots__ = ("_kv", "_table")
+    __slots__ = ("_kv", "_table", "guard")
 
     def __init__(self, kv: KvManager, sequence_table: SequenceTable) -> None:
         self._kv = kv
         self._table = sequence_table
+        self.guard = StarvationGuard(sequence_table.running)
 
     def num_tokens_to_hold(self, sequence: Sequence) -> int:
         """Return the number of tokens that a sequence gets blocks for when it starts."""
@@ -196,7 +234,7 @@ class AdmissionSize:
     def num_spare_blocks(self, sequence: Sequence) -> int:
         """Return the blocks to leave free, so that a new sequence is not preempted at once."""
         num_rows = len(self._table.running) + len(self._table.arriving)
-        is_passing = self._table.guard.starved not in (None, sequence)
+        is_passing = self.guard.starved not in (None, sequence)
         return num_rows * (_SPARE_BLOCKS if is_passing else 1)
 
     def num_lacking(self, sequence: Sequence) -> int:
@@ -206,6 +244,109 @@ class AdmissionSize:
             num_tokens=self.num_tokens_to_hold(sequence),
             num_spare=self.num_spare_blocks(sequence),
         )
+
+
+class StarvationGuard:
+    """The sequence that has lacked room for the longest time, and those that borrow its room."""
+
+    __slots__ = ("_num_starts", "_reserved_step", "_running", "starved")
+
+    def __init__(self, running: SequenceQueue) -> None:
+        self._running = running
+        self._num_starts = 0
+        self._reserved_step = -1
+        self.starved: Sequence | None = None
+        """The sequence that has lacked room for the longest time."""
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether no sequence may overtake the starved sequence."""
+        return self._reserved_step >= 0
+
+    def note_failure(self, sequence: Sequence) -> None:
+        """Note that a sequence found too few free blocks."""
+        if sequence.starved_since < 0:
+            sequence.starved_since = self._num_starts
+        if self.starved is None:
+            self.starved = sequence
+
+    def note_start(self, sequence: Sequence) -> None:
+        """Note that a sequence got a row and blocks."""
+        self._num_starts += 1
+        sequence.start_number = self._num_starts
+        sequence.starved_since = -1
+        if sequence is self.starved:
+            self.clear()
+
+    def find_starved(self) -> Sequence | None:
+        """Return the starved sequence, which is forgotten if it has ended or may not run."""
+        starved = self.starved
+        if starved is None or starved.state in (SequenceState.WAITING, SequenceState.SWAPPED):
+            return starved
+        self.clear()
+        return None
+
+    def overtakers(self, starved: Sequence) -> list[Sequence]:
+        """Return the running sequences that overtook the starved sequence, the last first."""
+        return [
+            sequence
+            for sequence in reversed(self._running)
+            if sequence.start_number > starved.starved_since
+            and sequence.order > starved.order
+            and not sequence.is_ending
+        ]
+
+    def note_reserved(self, step: int, *, has_enough: bool) -> bool:
+        """Note whether overtakers hold what the starved lacks; return whether it may take that."""
+        if not has_enough:
+            self._reserved_step = -1
+        elif self._reserved_step < 0:
+            self._reserved_step = step
+        return has_enough and step - self._reserved_step >= GRACE_STEPS
+
+    def clear(self) -> None:
+        """Forget the starved sequence."""
+        self.starved = None
+        self._reserved_step = -1
+
+
+class SkippedSequences:
+    """Takes sequences from a fair queue, to find others behind them, and puts them back."""
+
+    __slots__ = ("_counts", "_items", "_queue")
+
+    def __init__(self, queue: FairQueue[Sequence]) -> None:
+        self._queue = queue
+        self._items: list[Sequence] = []
+        self._counts: dict[Share[Sequence], int] = {}
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a sequence was passed and not yet put back."""
+        return bool(self._items)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be passed, which bounds the time of a step."""
+        return len(self._items) >= _MAX_SKIPPED
+
+    def skip(self, sequence: Sequence) -> None:
+        """Take a sequence from the queue; the fourth of a tenant hides all others of it."""
+        self._items.append(sequence)
+        count = self._counts[sequence.share] = self._counts.get(sequence.share, 0) + 1
+        self._queue.remove(sequence)
+        if count == _MAX_SKIPPED_OF_TENANT:
+            self._queue.hide_share(sequence.share)
+
+    def put_back(self) -> None:
+        """Put all passed sequences back into the queue."""
+        for sequence in self._items:
+            self._queue.insert(sequence)
+
+
+def is_before(prefill: Sequence, head: Sequence) -> bool:
+    """Return whether the rest of a prompt comes before a waiting sequence."""
+    return head.share is prefill.share or head.share.time > prefill.share.time
 
 
 def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
