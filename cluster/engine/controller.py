@@ -231,8 +231,7 @@ class Controller(StepLoop):
             ended = self._scheduler.expire_requests(now_s)
             if self._inquiry.is_active:
                 ended += self._inquiry.examine()
-            if self._scheduler.recovery.needs_repair:
-                ended += self._scheduler.repair()
+            ended += self._scheduler.repair()
             plan = self._schedule(acknowledged_step, reports, now_s)
             if plan is None and not ended and not self._in_flight:
                 # Idle, or every sequence is waiting for a block copy.
@@ -250,7 +249,7 @@ class Controller(StepLoop):
             return self._scheduler.schedule(now_s)
         except BlamedError as fault:
             # A defect that concerns one request ends only that request.
-            self._scheduler.recovery.note_fault(fault.sequence, fault.__cause__)
+            self._scheduler.note_fault(fault)
             return None
 
     def _take(self, output: StepOutput, step_s: float) -> None:

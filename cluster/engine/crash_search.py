@@ -463,7 +463,7 @@ class DeathInquiry:
             self._has_probe, self._has_died = False, True
         has_changed = suspects.note_lengths(scheduler.lengths_of(suspects.ids))
         if has_changed or self._has_died:
-            scheduler.recovery.restrict(self._may_run)
+            scheduler.restrict_requests(self._may_run)
             self._has_died = False
         if suspects.accused is not None and not self._has_probe:
             self._add_probe(scheduler.request_of(suspects.accused))

@@ -16,8 +16,7 @@ from cluster.engine.crash_search import LethalRequests, Suspects
 from cluster.engine.embedding_job import EmbeddingJob
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
-from cluster.scheduling.fair_queue import Backlog
-from cluster.scheduling.fair_queue import FairQueue
+from cluster.scheduling.fair_queue import Backlog, FairQueue
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import EmbedPlan
 from pagedray.errors import (

@@ -20,7 +20,7 @@ _KEPT = 0.8
 _MAX_UNMEASURED = 16
 """Choices against swapping after which it is tried again."""
 _STEPS_PER_MEASUREMENT = 32
-"""Steps without prompts are similar: one in this many is measured."""
+"""Steps without prompts are similar: of this many, a single step is measured."""
 _SAVED_ANYWAY = 64
 """Every so many blocks, a block is copied even without a gain, so that copies are measured."""
 _FIRST_WEIGHT = 512
@@ -29,21 +29,21 @@ _MOST_WEIGHT = 8192
 """Evicted blocks after which older blocks count half."""
 
 _KEPT_FIT = 0.98
-"""Weight of a step relative to the next one."""
+"""Weight of a step relative to the next step."""
 _TOKEN_UNIT = 1e-3
 _PAIR_UNIT = 1e-6
 """The features are scaled to about 1, so that the equations are well conditioned."""
 _TOLERANCE = 1e-6
-"""The part of the squares by which a fit with more features must be better than one with fewer."""
+"""The part of the squares by which a fit with more features must be better than with fewer."""
 _Vector = list[float]
 # The time of a token comes first: a single step says nothing about the others.
 _SUBSETS = ((1,), (0,), (2,), *combinations(range(3), 2), (0, 1, 2))
 _LEAST_TOKENS = 64
 """Tokens of prompts that any step may have, so that prompts end although decodes take longer."""
 _FIRST_TOKENS = 256
-"""What is tried before a step was measured; afterwards at most twice what was."""
+"""Tokens of steps before the first measurement; afterwards at most twice the measured number."""
 _KEPT_STEPS = 0.8
-"""Weight of a step's error relative to the next one."""
+"""Weight of a step's error relative to the next step."""
 _MOST_ERROR = 8.0
 
 
@@ -298,7 +298,7 @@ class StepTimes:
         return self._squares > 0.0
 
     def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Add a step; `num_pairs` counts pairs of a token of it and one that this attends to."""
+        """Add a step; `num_pairs` counts pairs of its tokens and the tokens that they attend to."""
         self._weights = None
         features = (1.0, num_tokens * _TOKEN_UNIT, num_pairs * _PAIR_UNIT)
         self._squares = _KEPT_FIT * self._squares + seconds * seconds
@@ -352,7 +352,7 @@ class StepTimes:
         return best
 
     def _fit_subset(self, subset: tuple[int, ...]) -> tuple[_Vector, float] | None:
-        """Return weights of some features and the sum of squared errors, or None if one is < 0."""
+        """Return weights of features and the sum of squared errors, or None if a weight is < 0."""
         solution = _solve(
             [[self._products[i][j] for j in subset] for i in subset],
             [self._targets[i] for i in subset],
@@ -388,7 +388,7 @@ def _solve(matrix: list[_Vector], right: _Vector) -> _Vector | None:
 class StepPace:
     """Shortens steps with running sequences to a target time, by the fit of measured steps.
 
-    What the fit gets wrong on average over recent steps with prompts is corrected.
+    The average error of the fit over recent steps with prompts is corrected.
     """
 
     __slots__ = (

@@ -276,7 +276,7 @@ class _Rate:
 
 
 class Backlog:
-    """Counts the requests that have not started, and rejects those beyond its limits."""
+    """Counts the requests that have not started, and rejects requests beyond its limits."""
 
     __slots__ = (
         "_max_requests",

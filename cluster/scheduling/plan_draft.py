@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["PlanDraft", "StepBudget"]
 
 _MAX_FEW = 8
-"""Waiting sequences of a tenant whose prompts are to end in short steps."""
+"""Waiting sequences of a tenant up to which its prompts end in short steps."""
 
 
 class StepBudget:
@@ -38,7 +38,7 @@ class StepBudget:
         self.num_tokens = num_tokens
         """Tokens that may still be added."""
         self.first_share: Share[Sequence] | None = None
-        """The tenant whose prompt ends in this step first."""
+        """The tenant of the first prompt that ends in this step."""
         self.num_other_tokens = 0
         """Tokens of prompts of other tenants since then."""
         self.fork_cost = 0

@@ -103,12 +103,12 @@ class Planner:
         return draft
 
     def _plan_decodes(self, budget: StepBudget) -> list[Sequence]:
-        """Plan the next token of each running sequence, and return those still in prefill."""
+        """Plan the next token of each running sequence, and return sequences still in prefill."""
         prefills: list[Sequence] = []
         decodes, positions = budget.draft.decodes, budget.draft.decode_positions
         # With more sequences than tokens, the budget may end at any of them.
         is_tight = len(self._table.running) > budget.num_tokens
-        # Preemption removes sequences from the queue, but only behind the current one.
+        # Preemption removes sequences from the queue, but only behind the current sequence.
         for sequence in self._table.running:
             position = sequence.num_computed
             if is_tight or position >= sequence.unchecked_until:
@@ -145,7 +145,7 @@ class Planner:
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], budget: StepBudget) -> None:
-        """Compute prompts and start waiting sequences, those of the least served tenant first."""
+        """Compute prompts and start waiting sequences, of the least served tenant first."""
         if len(prefills) > 1:
             prefills.sort(key=lambda sequence: sequence.share.time)
         left = deque(prefills)
@@ -275,7 +275,7 @@ class Planner:
         return preempting
 
     def _take_room(self, head: Sequence, preempting: list[Sequence], budget: StepBudget) -> bool:
-        """Find a row for a waiting sequence and give it its blocks, those of others if needed.
+        """Find a row and blocks for a waiting sequence, from others if needed.
 
         Returns False if it must wait.
         """
@@ -295,7 +295,7 @@ class Planner:
         return True
 
     def _swap_in(self, budget: StepBudget, acknowledged_step: int) -> None:
-        """Swap sequences in while there is room; those behind may pass the first few."""
+        """Swap sequences in while there is room; later sequences may overtake the first few."""
         num_skipped = 0
         guard = self._preemptor.guard
         for sequence in [*self._table.swapped]:

@@ -50,7 +50,7 @@ MAX_SKIPPED = 4
 _MAX_SKIPPED = 8
 """Waiting sequences without room that a step skips."""
 _MAX_SKIPPED_OF_TENANT = 4
-"""More than one, so that a large prompt does not stop its own tenant either."""
+"""More than 1, so that a large prompt does not stop its own tenant either."""
 _SPARE_BLOCKS = 4
 """Blocks for each running sequence that overtakers leave free."""
 GRACE_STEPS = 16
@@ -94,7 +94,7 @@ class Preemptor:
     def make_room(self, sequence: Sequence, budget: StepBudget) -> int | None:
         """Add a block to a running sequence and return it, or None if it waits a step."""
         while (block := self._kv.append(sequence)) is None:
-            # Blocks being swapped out may suffice for the stalled sequences and this one.
+            # Blocks being swapped out may suffice for the stalled sequences and this sequence.
             if self._kv.pool.num_in_transit > budget.num_stalled:
                 break
             victim = choose_victim(self._table.running, sequence)
@@ -139,7 +139,7 @@ class Preemptor:
         return self._choose_preempted(head, preempting) is not None
 
     def preempt_for(self, head: Sequence, preempting: list[Sequence], budget: StepBudget) -> bool:
-        """Preempt a sequence for a waiting one; return False if there is none."""
+        """Preempt a sequence for a waiting sequence; return False if there is none."""
         victim = self._choose_preempted(head, preempting)
         if victim is None:
             return False
@@ -247,7 +247,7 @@ class AdmissionSize:
 
 
 class StarvationGuard:
-    """The sequence that has lacked room for the longest time, and those that borrow its room."""
+    """The sequence that has lacked room for the longest time, and its overtakers."""
 
     __slots__ = ("_num_starts", "_reserved_step", "_running", "starved")
 
@@ -297,7 +297,7 @@ class StarvationGuard:
         ]
 
     def note_reserved(self, step: int, *, has_enough: bool) -> bool:
-        """Note whether overtakers hold what the starved lacks; return whether it may take that."""
+        """Note whether overtakers hold the missing blocks; return whether to take them back."""
         if not has_enough:
             self._reserved_step = -1
         elif self._reserved_step < 0:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.costs import CostMeter, StepPace, StepTimes, SwapCosts
 from cluster.scheduling.fair_queue import Backlog
-from cluster.scheduling.fault_recovery import Blame, FaultRecovery
+from cluster.scheduling.fault_recovery import Blame, BlamedError, FaultRecovery
 from cluster.scheduling.kv_manager import KvManager, KvOptions
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptLogprobsBuffer
@@ -29,7 +29,7 @@ from pagedray.request import FinishReason, Request
 from pagedray.text import pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.prefix_cache import PromptKeys
@@ -79,8 +79,7 @@ class Scheduler:
         self._max_num_tokens = limits.max_num_batched_tokens
         self._table = SequenceTable(self._kv, num_rows=limits.max_num_seqs, backlog=self._backlog)
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
-        self.recovery = FaultRecovery(self._table)
-        """Which requests may run after a fault."""
+        self._recovery = FaultRecovery(self._table)
         pace = None
         if config.itl_target_ms is not None:
             pace = StepPace(config.itl_target_ms / 1e3, step_times)
@@ -101,11 +100,10 @@ class Scheduler:
         self._outputs = OutputReader(
             self._kv,
             self._table,
-            recovery=self.recovery,
+            recovery=self._recovery,
             prompt_logprobs=self._prompt_logprobs,
         )
-        self.has_structures = False
-        """Whether any request so far had a grammar."""
+        self._has_structures = False
         self._deferred: list[Sequence] = []
         """Sequences that are planned again only once their masks are made."""
         self._num_steps = 0
@@ -117,6 +115,11 @@ class Scheduler:
     def has_disk(self) -> bool:
         """Whether plans may have reads and writes of files."""
         return self._kv.disk is not None
+
+    @property
+    def has_structures(self) -> bool:
+        """Whether any request so far had a grammar."""
+        return self._has_structures
 
     @property
     def has_work(self) -> bool:
@@ -168,8 +171,8 @@ class Scheduler:
         self._num_arrivals += 1
         if keys is not None:
             active.sequences[0].blocks.keys, active.sequences[0].blocks.keys_revision = keys
-        self.recovery.quarantine_new_request(active)
-        self.has_structures = self.has_structures or request.grammar is not None
+        self._recovery.quarantine_new_request(active)
+        self._has_structures = self._has_structures or request.grammar is not None
         self._table.add_request(active)
         self._prompt_logprobs.add_request(active)
         self._deadlines.add_request(request)
@@ -248,7 +251,7 @@ class Scheduler:
 
         Requests that it starts have started at `now_s`.
         """
-        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT or self.recovery.needs_repair:
+        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT or self._recovery.needs_repair:
             return None
         draft = self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
         if draft.is_empty:
@@ -257,7 +260,7 @@ class Scheduler:
         buffer = self._prompt_logprobs
         prompt_logprob_rows = buffer.prompt_logprob_rows(draft.prefilled) if buffer.requests else {}
         sampled = draft.sampled
-        masked = [one for one in sampled if one.is_masked] if self.has_structures else []
+        masked = [one for one in sampled if one.is_masked] if self._has_structures else []
         self._in_flight.append(
             InFlightStep(plan, sampled, draft.prefilled, [], prompt_logprob_rows, masked)
         )
@@ -329,13 +332,26 @@ class Scheduler:
         if report.is_read and not report.failed:
             self._swap_costs.note_reads(num_blocks, report.seconds)
 
+    def restrict_requests(self, may_run: Callable[[str], bool]) -> None:
+        """Run only the requests with ids that satisfy `may_run`, until the next call.
+
+        Others lose their rows and blocks; their tokens in flight still arrive.
+        """
+        self._recovery.restrict(may_run)
+
+    def note_fault(self, fault: BlamedError) -> None:
+        """Note an error of `schedule` or `acknowledge`; no plan is made before the repair."""
+        self._recovery.note_fault(fault.sequence, fault.__cause__)
+
     def repair(self) -> list[TokenEvent]:
         """End the requests at fault, and recompute all others, once no step is in flight."""
+        if not self._recovery.needs_repair:
+            return []
         if self._in_flight or self._acknowledged_step < self._step - 1:
             return []
         return [
             self._outputs.end_sequence(sequence, FinishReason.ERROR)
-            for sequence in self.recovery.repair()
+            for sequence in self._recovery.repair()
         ]
 
     def reset(self, damaged: Collection[int] | None = None) -> None:

@@ -267,7 +267,7 @@ class Harness:
     def restrict(self, allowed: Collection[str] | None) -> None:
         """Allow only some requests to run, or all."""
         self._was_restricted = True
-        self.scheduler.recovery.restrict(lambda name: allowed is None or name in allowed)
+        self.scheduler.restrict_requests(lambda name: allowed is None or name in allowed)
         for active in self.scheduler._table.requests.values():
             assert active.is_quarantined == (
                 allowed is not None and active.request.id not in allowed

@@ -202,12 +202,12 @@ def test_a_sequence_that_is_barred_while_its_mask_is_late_starts_again() -> None
     assert plan is not None
     assert masked is not None
     made = masked.make_masks(1.0)
-    steps.scheduler.recovery.restrict(lambda request_id: request_id == "other")
+    steps.scheduler.restrict_requests(lambda request_id: request_id == "other")
     steps.scheduler.apply_masks(made)
     steps.scheduler.update(StepOutput(plan.step, [-1, 7]))
     steps.scheduler.acknowledge(plan.step)
     steps.grammar.is_late = False
-    steps.scheduler.recovery.restrict(lambda request_id: True)
+    steps.scheduler.restrict_requests(lambda request_id: True)
     plan = steps.scheduler.schedule()
     assert plan is not None
     assert [(one.num_tokens, one.is_sampled) for one in plan.chunks] == [(4, True)]
