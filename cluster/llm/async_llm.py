@@ -19,7 +19,7 @@ from cluster.llm.generation import BeamSearches, BeamSearchParams, Collector, fi
 from cluster.llm.options import ExitClose, PublicLLM, with_vllm_arguments
 from cluster.llm.prompts import RequestMaker, check_params, read_conversations, read_prompts
 from cluster.llm.sampling_params import RequestOutputKind, SamplingParams
-from cluster.serving.beams.step import check_beams_fit
+from cluster.serving.beam_search import check_beams_fit
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.text.tokenizer import Tokenizer

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.llm.sampling_params import SamplingParams
-from cluster.serving.beams.input import check_length_penalty
-from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
-from cluster.serving.beams.step import beam_step
+from cluster.serving.beam_search import (
+    Beam,
+    BeamSearch,
+    EarlyStopping,
+    beam_step,
+    check_length_penalty,
+)
 from cluster.serving.reasoning.reasoning_reader import ReasoningReader
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream

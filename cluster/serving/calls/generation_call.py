@@ -11,8 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.beams.search import Beam, BeamSearch
-from cluster.serving.beams.step import beam_step
+from cluster.serving.beam_search import Beam, BeamSearch, beam_step
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import PromptLogprobs, TokenLogprobs

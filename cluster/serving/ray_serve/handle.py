@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
+from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     CallOrigin,

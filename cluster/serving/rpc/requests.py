@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
+from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     EmbeddingInput,

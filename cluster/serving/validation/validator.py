@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.beams.step import check_beams_fit
+from cluster.serving.beam_search import check_beams_fit
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt, TokenizeInput
 from cluster.serving.model_name import check_model_name
 from cluster.serving.reasoning.formats import (

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.beams.input import check_beam_sampling, check_length_penalty
+from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
 from cluster.serving.openai.bodies.parameters import (
     IGNORED,
     IN_IGNORED,

@@ -6,19 +6,43 @@ It knows neither engine nor text: log-probabilities come in, beams to compute go
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from pagedray.batch import TokenLogprobs
+from pagedray.errors import InvalidRequestError
+from pagedray.sampling_params import SamplingParams
+from pagedray.text import pluralize, quote
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["Beam", "BeamSearch", "EarlyStopping"]
+    from pagedray.config import SchedulerConfig
+    from pagedray.request import Request
+
+__all__ = [
+    "Beam",
+    "BeamSearch",
+    "EarlyStopping",
+    "beam_step",
+    "check_beam_sampling",
+    "check_beams_fit",
+    "check_length_penalty",
+]
 
 EarlyStopping = bool | Literal["never"]
+_MOST_PENALTY = 10
+# The first five have no effect: beams are not sampled.
+_ALLOWED = frozenset(
+    ("min_p", "seed", "temperature", "top_k", "top_p", "ignore_eos", "logprobs", "max_tokens", "n")
+)
+_ZERO_COUNTS = frozenset(("prompt_logprobs", "thinking_token_budget"))
+"""Parameters that have an effect if they are 0."""
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +151,74 @@ class BeamSearch:
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
         return cumulative_logprob / math.pow(length, self._length_penalty)
+
+
+def check_length_penalty(value: object, param: str) -> float:
+    """Return the length penalty of a beam search. Raises InvalidRequestError."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= _MOST_PENALTY
+    ):
+        raise InvalidRequestError(
+            f"{param} must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {quote(value)}.",
+            param=param,
+        )
+    return float(value)
+
+
+def check_beam_sampling(sampling: Mapping[str, object], param: str) -> None:
+    """Raise InvalidRequestError for parameters that would change which beams are found.
+
+    `param` is the parameter that requests the search.
+    """
+    for name, value in sampling.items():
+        is_given = value is not None if name in _ZERO_COUNTS else bool(value)
+        if is_given and name not in _ALLOWED and value != _DEFAULTS.get(name):
+            raise InvalidRequestError(f"{name} cannot be combined with {param}.", param=name)
+
+
+def beam_step(request: Request, beam: Beam, num_logprobs: int) -> Request:
+    """Return a request for a token after a beam of `request`, with the most likely tokens there.
+
+    The prefix cache has the blocks before it.
+    """
+    return replace(
+        request,
+        id=secrets.token_hex(16),
+        prompt_token_ids=request.prompt_token_ids + beam.token_ids,
+        # An end-of-sequence token is a token like others here.
+        sampling=SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=num_logprobs, ignore_eos=True
+        ),
+        generated_token_ids=(),
+    )
+
+
+def check_beams_fit(
+    requests: Sequence[Request], width: int, limits: SchedulerConfig, *, param: str
+) -> None:
+    """Raise InvalidRequestError if the longest step of searches exceeds an empty queue.
+
+    The requests of a step are submitted together; otherwise they would wait without end. `param` is
+    the name of the width.
+    """
+    num_beams = width * len(requests)
+    if num_beams == 1:
+        # A single request always has room.
+        return
+    if num_beams > limits.max_queued_requests:
+        raise InvalidRequestError(
+            f"A beam search with {param} {width} for {pluralize(len(requests), 'prompt')} has "
+            f"{num_beams} beams, which exceeds max_queued_requests, {limits.max_queued_requests}.",
+            param=param,
+        )
+    num_tokens = width * sum(
+        len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests
+    )
+    if num_tokens > limits.max_queued_tokens:
+        raise InvalidRequestError(
+            f"A beam search with {param} {width} has up to {num_tokens} tokens, max_tokens "
+            f"included, which exceeds max_queued_tokens, {limits.max_queued_tokens}.",
+            param=param,
+        )

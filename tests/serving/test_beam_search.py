@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.llm.generation import Completion, Generation, Logprob, first_logprobs
-from cluster.serving.beams.search import Beam, BeamSearch, EarlyStopping
+from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError
 from pagedray.request import FinishReason
