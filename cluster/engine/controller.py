@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.engine.crash_search import DeathInquiry
+from cluster.engine.crash_search import CrashHandler
 from cluster.engine.output_watch import OutputWatch, client_events
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
@@ -86,7 +86,7 @@ class Controller(StepLoop):
             max_model_len=config.max_model_len,
         )
         self._has_disk = self._scheduler.has_disk
-        self._inquiry = DeathInquiry(self._scheduler, self._clock)
+        self._crashes = CrashHandler(self._scheduler, self._clock)
         self._output_watch = OutputWatch()
         self._mask_patience = MaskPatience()
         self._waits_for_masks = False
@@ -106,12 +106,12 @@ class Controller(StepLoop):
         """Accept a request. Raises RequestError or EngineError."""
         # Not under the lock, which every step needs.
         prompt = self._scheduler.prepare_prompt(request)
-        with self._wake:
+        with self._lock:
             self._check_open()
-            self._inquiry.check(request)
+            self._crashes.check(request)
             self._scheduler.add_request(request, prompt)
             self._num_prompt_tokens += len(request.prompt_token_ids)
-            self._wake.notify()
+            self._lock.notify()
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if the queue has no room for this many more prompt tokens."""
@@ -119,19 +119,19 @@ class Controller(StepLoop):
 
     def abort_request(self, request_id: str) -> None:
         """End a request; has no effect if it has ended or does not exist."""
-        with self._wake:
+        with self._lock:
             events = self._scheduler.abort_request(request_id)
-            self._wake.notify()
+            self._lock.notify()
         self._outlet.publish(events)
 
     def finish_sequence(self, request_id: str, index: int) -> None:
         """End a sequence after the caller has found its stop string; no event follows."""
-        with self._wake:
+        with self._lock:
             self._scheduler.finish_sequence(request_id, index)
-            self._wake.notify()
+            self._lock.notify()
 
     def stats(self) -> EngineStats:
-        with self._wake:
+        with self._lock:
             return EngineStats(
                 scheduler=self._scheduler.stats(),
                 num_steps=self._num_steps,
@@ -142,7 +142,7 @@ class Controller(StepLoop):
                 kernels=self._executor.kernels,
                 replacements=dict(self._replacements),
                 num_hangs=dict(self._num_hangs),
-                num_lethal_requests=self._inquiry.num_culprits,
+                num_lethal_requests=self._crashes.num_crashing,
                 num_unpinned_blocks=self._num_unpinned,
                 num_uncaptured_graphs=self._num_uncaptured,
                 step_times=self._step_times.snapshot(),
@@ -163,7 +163,7 @@ class Controller(StepLoop):
     def _num_open(self) -> int:
         return self._scheduler.num_open
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         if self._output_watch.is_suspicious:
             self._test_outputs()
         try:
@@ -172,7 +172,7 @@ class Controller(StepLoop):
             self._replace_ranks(error)
 
     def _note_death(self) -> bool:
-        return self._inquiry.note_death()
+        return self._crashes.note_death()
 
     def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
         self._in_flight.clear()
@@ -193,7 +193,7 @@ class Controller(StepLoop):
             began_s = max(self._in_flight.popleft(), self._step_ended_s)
             self._step_ended_s = self._clock.now_s()
             step_s = self._step_ended_s - began_s
-            self._take(output, step_s)
+            self._apply_output(output, step_s)
             if self._scheduler.has_structures:
                 self._mask_patience.note_step(step_s)
                 self._make_masks()
@@ -218,7 +218,7 @@ class Controller(StepLoop):
         self._mask_patience.note_masks(may_delay_step=is_alone or bool(made.late))
         if not (made.ends or made.late or made.deferred):
             return
-        with self._wake:
+        with self._lock:
             events = self._scheduler.apply_masks(made)
         self._outlet.publish(events)
 
@@ -226,17 +226,17 @@ class Controller(StepLoop):
         # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
         reports = self._executor.take_disk_reports() if self._has_disk else ()
-        with self._wake:
+        with self._lock:
             now_s = self._clock.now_s()
             ended = self._scheduler.expire_requests(now_s)
-            if self._inquiry.is_active:
-                ended += self._inquiry.examine()
+            if self._crashes.is_active:
+                ended += self._crashes.examine()
             ended += self._scheduler.repair()
             plan = self._schedule(acknowledged_step, reports, now_s)
             if plan is None and not ended and not self._in_flight:
                 # Idle, or every sequence is waiting for a block copy.
                 has_work = self._scheduler.has_work
-                self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
+                self._lock.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
             return plan, ended
 
     def _schedule(
@@ -252,9 +252,9 @@ class Controller(StepLoop):
             self._scheduler.note_fault(fault)
             return None
 
-    def _take(self, output: StepOutput, step_s: float) -> None:
-        with self._wake:
-            is_watched = self._inquiry.is_active or self._output_watch.is_suspicious
+    def _apply_output(self, output: StepOutput, step_s: float) -> None:
+        with self._lock:
+            is_watched = self._crashes.is_active or self._output_watch.is_suspicious
             num_bad = self._scheduler.num_nonfinite_sequences
             events = self._scheduler.update(output)
             self._count_step(step_s)
@@ -269,7 +269,7 @@ class Controller(StepLoop):
 
         Raises WorkerError, which ends the engine, if tests have failed for too long.
         """
-        with self._wake:
+        with self._lock:
             request = self._output_watch.next_test(self._clock.now_s())
             if request is not None:
                 self._scheduler.add_request(request)

@@ -6,9 +6,9 @@ tokens beyond a death did not cause the death. The margin is three times the num
 the start of the ranks to the death. Hence deaths with another cause, such as a signal, clear every
 request within a few steps. Requests that saw two deaths without getting beyond the margin are
 examined: half of them run, without any other request. The half that dies is halved again, and a
-request that dies alone runs once more: if it dies alone again it is accused, since the first of
+request that dies alone runs once more: if it dies alone again it is isolated, since the first of
 these deaths may have had another cause. Then a probe runs alone, a request of the engine itself. If
-it survives, the ranks work and the accused request is the culprit; if it dies twice, the ranks die
+it survives, the ranks work and the isolated request is to blame; if it dies twice, the ranks die
 whatever runs, and only deaths without progress count until they run for longer. One such request
 among n costs at most 4 + log2(n) deaths.
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.scheduler import Scheduler
     from pagedray.request import Request
 
-__all__ = ["DeathBudget", "DeathInquiry", "Lengths", "LethalRequests", "Suspects"]
+__all__ = ["CrashHandler", "CrashSearch", "CrashingRequests", "DeathBudget", "Lengths"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ For texts to embed it is the number of steps that a request has run.
 """
 _DEATHS_TO_EXAMINE = 2
 _SOLITARY_DEATHS = 2
-"""Deaths of a request that ran alone after which it is accused, or acquitted by the probe."""
+"""Deaths of a request that ran alone after which it is isolated, or acquitted by the probe."""
 _LEAST_MARGIN = 3
 """Tokens without which there was no progress since a death: two steps were in flight."""
 _MARGIN_PER_STEP = 3
@@ -64,7 +64,7 @@ _VAIN_SEARCHES = 2
 """Number of searches without a result after which requests are separated."""
 _WINDOW_S = 600.0
 _MAX_OF_TENANT = 3
-"""Lethal requests of a tenant within the window after which it waits."""
+"""Crashing requests of a tenant within the window after which it waits."""
 _MAX_KEPT = 256
 _RETRY_S = 10.0
 """Time after which a client may retry: a supervisor restarts the process, or routes elsewhere."""
@@ -91,11 +91,11 @@ class _Separation(NamedTuple):
     """Requests that wait until all of `first` have ended."""
 
 
-class Suspects:
+class CrashSearch:
     """The open requests that may have caused a death, and the search among them."""
 
     def __init__(self) -> None:
-        self.accused: str | None = None
+        self.isolated: str | None = None
         """A request that died alone twice: only the probe runs."""
         self._num_probe_deaths = 0
         self._suspects: dict[str, _Suspect] = {}
@@ -107,15 +107,15 @@ class Suspects:
         self._examined: set[str] = set()
         """The requests that run during a search."""
         self._other_half: list[str] = []
-        """Includes a culprit if no examined request is a culprit."""
+        """Includes a crashing request unless an examined request crashes."""
         self._rest: list[str] = []
         """Suspects that may all be innocent, to be examined together at the end."""
         self._died: list[str] = []
         """The requests that ran at the last death of the search."""
         self._survivors: set[str] = set()
         """Open requests that survived the search."""
-        self._has_culprit = False
-        """Whether the search has found a culprit."""
+        self._has_found = False
+        """Whether the search has found a crashing request."""
         self._num_vain: dict[str, int] = {}
         """Searches without a result that an open request survived."""
         self._separations: list[_Separation] = []
@@ -123,13 +123,13 @@ class Suspects:
     @property
     def are_any(self) -> bool:
         """Whether `note_lengths` may change the requests that run."""
-        return bool(self._suspects or self.accused or self._separations)
+        return bool(self._suspects or self.isolated or self._separations)
 
     @property
     def ids(self) -> set[str]:
         """The requests that `note_lengths` needs the lengths of."""
-        accused = () if self.accused is None else (self.accused,)
-        return {*self._suspects, *self._num_vain, *accused}
+        isolated = () if self.isolated is None else (self.isolated,)
+        return {*self._suspects, *self._num_vain, *isolated}
 
     @property
     def is_searching(self) -> bool:
@@ -138,7 +138,7 @@ class Suspects:
 
     @property
     def num_probe_tokens(self) -> int:
-        """Tokens after which the probe has survived longer than the accused request.
+        """Tokens after which the probe has survived longer than the isolated request.
 
         It keeps its tokens at a death.
         """
@@ -155,10 +155,10 @@ class Suspects:
 
         `num_steps` counts the steps since the ranks started.
         """
-        if self.accused is not None:
+        if self.isolated is not None:
             self._num_probe_deaths += 1
             if self._num_probe_deaths == _SOLITARY_DEATHS:
-                self._acquit()
+                self._give_up()
             return False
         self._note_margin(num_steps)
         for request_id, known in lengths.items():
@@ -171,11 +171,11 @@ class Suspects:
             ran = [one for one in lengths if one in self._examined]
             is_known = bool(ran) and (self._examined | self._survivors).issuperset(lengths)
             return is_known and self._narrow(ran)
-        guilty = [one for one in lengths if self._suspects[one].num_deaths >= _DEATHS_TO_EXAMINE]
-        if guilty:
+        deadly = [one for one in lengths if self._suspects[one].num_deaths >= _DEATHS_TO_EXAMINE]
+        if deadly:
             self._is_searching = True
-            self._died = guilty
-            self._halve(guilty)
+            self._died = deadly
+            self._halve(deadly)
         return False
 
     def note_lengths(self, lengths: Lengths) -> bool:
@@ -194,18 +194,18 @@ class Suspects:
                     self._survivors.add(request_id)
         return self._go_on()
 
-    def convict(self) -> str:
-        """Return the accused request, without which the ranks work, and continue the search."""
-        assert self.accused is not None
-        culprit, self.accused = self.accused, None
-        self._has_culprit = True
+    def confirm_crash(self) -> str:
+        """Return the isolated request, without which the ranks work, and continue the search."""
+        assert self.isolated is not None
+        crashing_id, self.isolated = self.isolated, None
+        self._has_found = True
         self._go_on()
-        return culprit
+        return crashing_id
 
-    def _acquit(self) -> None:
-        """End the search: the ranks die without the accused request too."""
-        self.accused, self._are_steady = None, False
-        self._is_searching = self._has_culprit = False
+    def _give_up(self) -> None:
+        """End the search: the ranks die without the isolated request too."""
+        self.isolated, self._are_steady = None, False
+        self._is_searching = self._has_found = False
         self._examined, self._other_half, self._rest, self._died = set(), [], [], []
         self._survivors.clear()
         self._suspects.clear()
@@ -234,20 +234,20 @@ class Suspects:
             self._halve(ran)
             return len(self._examined) < num_examined or len(ran) == 1
         self._examined = set()
-        (self.accused,) = ran
-        self._clear(self.accused)
+        (self.isolated,) = ran
+        self._clear(self.isolated)
         self._num_probe_deaths = 0
         return False
 
-    def _halve(self, guilty: list[str]) -> None:
-        """Examine half of some requests that include a culprit."""
-        half = (len(guilty) + 1) // 2
-        self._examined, self._other_half = set(guilty[:half]), guilty[half:]
+    def _halve(self, deadly: list[str]) -> None:
+        """Examine half of some requests that include a crashing request."""
+        half = (len(deadly) + 1) // 2
+        self._examined, self._other_half = set(deadly[:half]), deadly[half:]
 
     def _go_on(self) -> bool:
         """Examine the next suspects if all are examined; return whether any changed."""
         has_ended = self._end_separations()
-        if not self._is_searching or self.accused is not None:
+        if not self._is_searching or self.isolated is not None:
             return has_ended
         if self._examined:
             return False
@@ -260,11 +260,11 @@ class Suspects:
         return True
 
     def _end_search(self) -> None:
-        if not self._has_culprit:
+        if not self._has_found:
             for one in self._survivors:
                 self._num_vain[one] = self._num_vain.get(one, 0) + 1
             self._separate([o for o in self._died if self._num_vain.get(o, 0) >= _VAIN_SEARCHES])
-        self._is_searching = self._has_culprit = False
+        self._is_searching = self._has_found = False
         self._died, self._survivors = [], set()
 
     def _separate(self, requests: list[str]) -> None:
@@ -291,8 +291,8 @@ class Suspects:
         self._clear(request_id)
         self._num_vain.pop(request_id, None)
         self._survivors.discard(request_id)
-        if request_id == self.accused:
-            self.accused = None
+        if request_id == self.isolated:
+            self.isolated = None
         for requests in (self._other_half, self._rest):
             if request_id in requests:
                 requests.remove(request_id)
@@ -301,40 +301,40 @@ class Suspects:
             one.second.discard(request_id)
 
 
-class _Lethal(NamedTuple):
+class _Crash(NamedTuple):
     """A request that killed its ranks."""
 
     noted_s: float
     tenant: str
 
 
-class LethalRequests:
+class CrashingRequests:
     """Rejects equal requests, and tenants that send many, for ten minutes.
 
     Requests without a key belong to one tenant, which is never rejected as a whole.
     """
 
     def __init__(self) -> None:
-        self._lethal: OrderedDict[Hashable, _Lethal] = OrderedDict()
+        self._crashing: OrderedDict[Hashable, _Crash] = OrderedDict()
 
     def __bool__(self) -> bool:
         """Return whether there is anything to check."""
-        return bool(self._lethal)
+        return bool(self._crashing)
 
     def note_request(self, content: Hashable, tenant: str, now_s: float) -> None:
         """Note a request that killed its ranks; equal requests have equal `content`."""
-        self._lethal[content] = _Lethal(now_s, tenant)
-        self._lethal.move_to_end(content)
-        if len(self._lethal) > _MAX_KEPT:
-            self._lethal.popitem(last=False)
+        self._crashing[content] = _Crash(now_s, tenant)
+        self._crashing.move_to_end(content)
+        if len(self._crashing) > _MAX_KEPT:
+            self._crashing.popitem(last=False)
 
     def check(self, content: Hashable, tenant: str, now_s: float) -> None:
         """Raise LethalRequestError for an equal request, and OverloadedError for its tenant."""
-        while self._lethal and next(iter(self._lethal.values())).noted_s < now_s - _WINDOW_S:
-            self._lethal.popitem(last=False)
-        if content in self._lethal:
+        while self._crashing and next(iter(self._crashing.values())).noted_s < now_s - _WINDOW_S:
+            self._crashing.popitem(last=False)
+        if content in self._crashing:
             raise LethalRequestError
-        times = [one.noted_s for one in self._lethal.values() if one.tenant == tenant]
+        times = [one.noted_s for one in self._crashing.values() if one.tenant == tenant]
         if tenant and len(times) >= _MAX_OF_TENANT:
             raise OverloadedError(
                 f"{len(times)} requests of this tenant ended the processes that ran them. Its "
@@ -411,7 +411,7 @@ def _spent(message: str, cause: WorkerError) -> WorkerError:
     return error
 
 
-class DeathInquiry:
+class CrashHandler:
     """Restricts the scheduler to some requests after deaths, and ends the requests that cause them.
 
     Used under the controller's lock.
@@ -420,30 +420,30 @@ class DeathInquiry:
     def __init__(self, scheduler: Scheduler, clock: EngineClock) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._suspects = Suspects()
-        self._lethal = LethalRequests()
+        self._search = CrashSearch()
+        self._crashing = CrashingRequests()
         self._has_probe = False
         self._has_died = False
-        """Whether ranks died, or a culprit ended, since the last call of `examine`."""
+        """Whether ranks died, or a crashing request ended, since the last call of `examine`."""
         self.is_active = False
         """Whether `examine` is to be called before each plan."""
-        self.num_culprits = 0
+        self.num_crashing = 0
         """Requests that ended because they killed their ranks."""
 
     def check(self, request: Request) -> None:
         """Raise LethalRequestError or OverloadedError if a request is likely to kill its ranks."""
-        if self._lethal:
-            self._lethal.check(_content_of(request), request.tenant, self._clock.now_s())
+        if self._crashing:
+            self._crashing.check(_content_of(request), request.tenant, self._clock.now_s())
 
     def note_death(self) -> bool:
         """Note a death, before the scheduler is reset; return whether it narrowed a search."""
-        suspects = self._suspects
-        was_searching = suspects.is_searching
-        has_narrowed = suspects.note_death(
+        search = self._search
+        was_searching = search.is_searching
+        has_narrowed = search.note_death(
             self._scheduler.in_flight_lengths(), self._scheduler.num_epoch_steps
         )
         self._has_died = self.is_active = True
-        if suspects.is_searching and not was_searching:
+        if search.is_searching and not was_searching:
             logger.warning(
                 "Ranks died twice in a short time. The requests that ran then are examined in "
                 "groups to find the cause; other requests wait meanwhile."
@@ -451,47 +451,47 @@ class DeathInquiry:
         return has_narrowed
 
     def examine(self) -> list[TokenEvent]:
-        """Note how far the suspects are, decide who runs, and return the ends of culprits."""
-        suspects, scheduler = self._suspects, self._scheduler
+        """Update the search, decide who runs, and return the ends of crashing requests."""
+        search, scheduler = self._search, self._scheduler
         events: list[TokenEvent] = []
-        if self._has_probe and suspects.accused is None:
-            # The accused request has left, or the ranks die without it too.
+        if self._has_probe and search.isolated is None:
+            # The isolated request has left, or the ranks die without it too.
             scheduler.abort_request(_PROBE_ID)
             self._has_probe = False
         elif self._has_probe and not scheduler.is_open(_PROBE_ID):
-            events = self._end(suspects.convict())
+            events = self._end(search.confirm_crash())
             self._has_probe, self._has_died = False, True
-        has_changed = suspects.note_lengths(scheduler.lengths_of(suspects.ids))
+        has_changed = search.note_lengths(scheduler.lengths_of(search.ids))
         if has_changed or self._has_died:
             scheduler.restrict_requests(self._may_run)
             self._has_died = False
-        if suspects.accused is not None and not self._has_probe:
-            self._add_probe(scheduler.request_of(suspects.accused))
-        self.is_active = self._has_probe or suspects.are_any
+        if search.isolated is not None and not self._has_probe:
+            self._add_probe(scheduler.request_of(search.isolated))
+        self.is_active = self._has_probe or search.are_any
         return events
 
     def _may_run(self, request_id: str) -> bool:
-        return request_id == _PROBE_ID or self._suspects.may_run(request_id)
+        return request_id == _PROBE_ID or self._search.may_run(request_id)
 
-    def _add_probe(self, accused: Request) -> None:
-        """Run a request that gets as far as the accused request, if the ranks work."""
-        max_tokens = min(self._suspects.num_probe_tokens, accused.sampling.max_tokens)
+    def _add_probe(self, isolated: Request) -> None:
+        """Run a request that gets as far as the isolated request, if the ranks work."""
+        max_tokens = min(self._search.num_probe_tokens, isolated.sampling.max_tokens)
         self._scheduler.add_request(make_engine_request("probe", max_tokens=max_tokens))
         self._has_probe = True
 
-    def _end(self, culprit: str) -> list[TokenEvent]:
-        self.num_culprits += 1
-        request = self._scheduler.request_of(culprit)
-        self._lethal.note_request(_content_of(request), request.tenant, self._clock.now_s())
+    def _end(self, crashing_id: str) -> list[TokenEvent]:
+        self.num_crashing += 1
+        request = self._scheduler.request_of(crashing_id)
+        self._crashing.note_request(_content_of(request), request.tenant, self._clock.now_s())
         logger.error(
             "Request %s of tenant %r ended with an error: the ranks died whenever it ran, and work "
             "without it.",
-            culprit,
+            crashing_id,
             request.tenant,
         )
         return [
             msgspec.structs.replace(event, finish_reason=FinishReason.ERROR, is_lethal=True)
-            for event in self._scheduler.abort_request(culprit)
+            for event in self._scheduler.abort_request(crashing_id)
         ]
 
 

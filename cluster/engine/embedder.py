@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.engine.crash_search import LethalRequests, Suspects
+from cluster.engine.crash_search import CrashingRequests, CrashSearch
 from cluster.engine.embedding_job import EmbeddingJob
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
@@ -70,9 +70,9 @@ class Embedder(StepLoop):
         )
         self._waiting = FairQueue[EmbeddingJob]()
         self._jobs: dict[EmbeddingJob, None] = {}
-        self._suspects = Suspects()
-        self._lethal = LethalRequests()
-        self._num_culprits = 0
+        self._search = CrashSearch()
+        self._crashing = CrashingRequests()
+        self._num_crashing = 0
         self._num_arrivals = 0
         self._next_step = 0
         self._batch: _Batch = []
@@ -88,10 +88,10 @@ class Embedder(StepLoop):
 
         Raises OverloadedError, LethalRequestError or EngineError.
         """
-        with self._wake:
+        with self._lock:
             self._check_open()
-            if self._lethal:
-                self._lethal.check(request.texts, request.tenant, self._clock.now_s())
+            if self._crashing:
+                self._crashing.check(request.texts, request.tenant, self._clock.now_s())
             self._backlog.check_room(request.tenant, request.num_tokens)
             self._backlog.add_request(request.tenant, request.num_tokens)
             share = self._waiting.open_share(request.tenant)
@@ -99,16 +99,16 @@ class Embedder(StepLoop):
             self._num_arrivals += 1
             self._num_prompt_tokens += request.num_tokens
             self._jobs[job] = None
-            if self._suspects.may_run(job.id):
+            if self._search.may_run(job.id):
                 self._waiting.insert(job)
             else:
-                job.is_barred = True
-            self._wake.notify()
+                job.is_quarantined = True
+            self._lock.notify()
         return job.answer
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters; a text in a step counts as a running sequence."""
-        with self._wake:
+        with self._lock:
             scheduler = SchedulerStats(
                 max_num_seqs=self._max_num_seqs,
                 max_num_batched_tokens=self._max_num_tokens,
@@ -129,7 +129,7 @@ class Embedder(StepLoop):
                 kernels=self._executor.kernels,
                 replacements=dict(self._replacements),
                 num_hangs=dict(self._num_hangs),
-                num_lethal_requests=self._num_culprits,
+                num_lethal_requests=self._num_crashing,
                 step_times=self._step_times.snapshot(),
             )
 
@@ -141,9 +141,9 @@ class Embedder(StepLoop):
     def _num_open(self) -> int:
         return len(self._jobs)
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         try:
-            if self._suspects.accused is not None:
+            if self._search.isolated is not None:
                 self._prove_ranks()
             else:
                 self._step()
@@ -151,28 +151,28 @@ class Embedder(StepLoop):
             self._replace_ranks(error)
 
     def _prove_ranks(self) -> None:
-        """Embed a text of the engine itself until the ranks work longer than with the accused."""
-        for _ in range(self._suspects.num_probe_tokens):
+        """Embed a text of the engine itself for longer than the isolated request ran."""
+        for _ in range(self._search.num_probe_tokens):
             self._run(EmbedPlan(self._next_step, [[0]], "mean", is_normalized=True))
-        with self._wake:
-            culprit = self._suspects.convict()
-            for job in [job for job in self._jobs if job.id == culprit]:
-                self._end_culprit(job)
+        with self._lock:
+            crashing_id = self._search.confirm_crash()
+            for job in [job for job in self._jobs if job.id == crashing_id]:
+                self._end_crashing(job)
             self._examine(has_changed=True)
 
     def _step(self) -> None:
-        with self._wake:
+        with self._lock:
             self._backlog.tick(self._clock.now_s())
             self._drop_ended(self._clock.now_s())
             batch = self._batch = self._next_batch()
             if not batch:
-                self._wake.wait(_POLL_S)
+                self._lock.wait(_POLL_S)
         if not batch:
             # Reading it raises WorkerError if idle ranks have died or hang.
             _ = self._executor.acknowledged_step
             return
         vectors = self._run(self._plan_of(batch))
-        with self._wake:
+        with self._lock:
             self._batch = []
             for (job, index), vector in zip(batch, vectors, strict=True):
                 job.vectors[index] = _cut(vector, job.request)
@@ -181,7 +181,7 @@ class Embedder(StepLoop):
                 # The engine may have failed meanwhile, which ends all jobs.
                 if not job.undone and job in self._jobs:
                     self._leave(job, None)
-            if self._suspects.are_any:
+            if self._search.are_any:
                 self._examine()
 
     def _drop_ended(self, now_s: float) -> None:
@@ -231,7 +231,7 @@ class Embedder(StepLoop):
     def _leave(self, job: EmbeddingJob, error: PagedRayError | None) -> None:
         """Remove a job and resolve it."""
         del self._jobs[job]
-        if job.undone and not job.is_barred:
+        if job.undone and not job.is_quarantined:
             self._waiting.remove(job)
         if not job.has_started:
             self._backlog.drop_request(job.request.tenant, job.request.num_tokens)
@@ -239,7 +239,7 @@ class Embedder(StepLoop):
         job.resolve(error)
 
     def _note_death(self) -> bool:
-        has_narrowed = self._suspects.note_death(self._put_back(), self._next_step)
+        has_narrowed = self._search.note_death(self._put_back(), self._next_step)
         self._examine(has_changed=True)
         return has_narrowed
 
@@ -254,35 +254,35 @@ class Embedder(StepLoop):
             if job not in self._jobs:
                 continue
             ran[job.id] = {0: job.num_steps}
-            if not job.undone and not job.is_barred:
+            if not job.undone and not job.is_quarantined:
                 self._waiting.insert(job)
             job.put_back(index)
         return ran
 
-    def _end_culprit(self, job: EmbeddingJob) -> None:
+    def _end_crashing(self, job: EmbeddingJob) -> None:
         logger.error(
             "A request to embed %s ended with an error: the ranks died whenever it ran, and work "
             "without it.",
             pluralize(len(job.undone), "text"),
         )
-        self._num_culprits += 1
-        self._lethal.note_request(job.request.texts, job.request.tenant, self._clock.now_s())
+        self._num_crashing += 1
+        self._crashing.note_request(job.request.texts, job.request.tenant, self._clock.now_s())
         self._leave(job, LethalRequestError())
 
     def _examine(self, *, has_changed: bool = False) -> None:
         """Note how far the suspects are, and decide which jobs run."""
-        suspects = self._suspects
+        search = self._search
         num_steps = {job.id: {0: job.num_steps} for job in self._jobs}
-        if suspects.note_lengths(num_steps) or has_changed:
+        if search.note_lengths(num_steps) or has_changed:
             for job in self._jobs:
-                self._bar(job, is_barred=not suspects.may_run(job.id))
+                self._quarantine(job, is_quarantined=not search.may_run(job.id))
 
-    def _bar(self, job: EmbeddingJob, *, is_barred: bool) -> None:
-        if is_barred == job.is_barred:
+    def _quarantine(self, job: EmbeddingJob, *, is_quarantined: bool) -> None:
+        if is_quarantined == job.is_quarantined:
             return
-        job.is_barred = is_barred
+        job.is_quarantined = is_quarantined
         # A job without texts left is in the running step.
-        if job.undone and is_barred:
+        if job.undone and is_quarantined:
             self._waiting.remove(job)
         elif job.undone:
             self._waiting.insert(job)
@@ -306,7 +306,7 @@ class Embedder(StepLoop):
         return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._vector_size)
 
     def _end_requests(self, error: EngineError) -> None:
-        with self._wake_or_timeout():
+        with self._lock_or_timeout():
             jobs, self._jobs = self._jobs, {}
             for job in jobs:
                 job.resolve(error)

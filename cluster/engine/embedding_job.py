@@ -50,7 +50,7 @@ class EmbeddingJob:
         "answer",
         "has_started",
         "id",
-        "is_barred",
+        "is_quarantined",
         "num_steps",
         "order",
         "request",
@@ -72,7 +72,7 @@ class EmbeddingJob:
         self.has_started = False
         self.num_steps = 0
         """Steps that embedded some of its texts."""
-        self.is_barred = False
+        self.is_quarantined = False
         """Whether it may not run at present."""
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pagedray.node_memory import MemoryAddress
     from pagedray.rank_progress import PoolReport
 
-__all__ = ["Actor", "Healing", "PoolMemories", "RankPlaces", "SpareRanks"]
+__all__ = ["Actor", "PoolMemories", "RankPlaces", "RecoveryLog", "SpareRanks"]
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _is_alive(actor: Actor, imported: Any) -> bool:  # Any: a reference of Ray
     return True
 
 
-class Healing:
+class RecoveryLog:
     """The phases of a replacement of ranks, in order, with the parts of each rank."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

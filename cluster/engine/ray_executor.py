@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from cluster.engine.executor import Executor, Outage, RankHealth, ReportProgress
 from cluster.engine.rank_monitor import StartLimit
-from cluster.engine.rank_places import Healing, PoolMemories, RankPlaces, SpareRanks
+from cluster.engine.rank_places import PoolMemories, RankPlaces, RecoveryLog, SpareRanks
 from cluster.engine.ray_connection import RayConnection
 from cluster.engine.ray_ranks import RayRanks
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
@@ -139,7 +139,7 @@ class RayExecutor(Executor):
             self._connection.health.end(self._close)
 
     def _restart_ranks(self) -> list[int] | None:
-        healing = Healing()
+        recovery = RecoveryLog()
         old, self._ranks = self._ranks, None
         if old is None and self._memories is not None:
             # The last attempt failed, perhaps because the pools keep the memory that it needs.
@@ -152,9 +152,9 @@ class RayExecutor(Executor):
             raise
         # After a failed attempt no rank is left.
         survivors = {} if old is None else old.end_epoch()
-        healing.end_phase("left")
+        recovery.end_phase("left")
         # The scheduler relies on the same number of blocks, but free GPU memory varies.
-        new.replace_ranks(survivors, self._cache_size, healing)
+        new.replace_ranks(survivors, self._cache_size, recovery)
         self._ranks = new
         self._fill_spares(new.places)
         return None if self._memories is None else self._memories.take_damaged()

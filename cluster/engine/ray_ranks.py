@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.executor import ReportProgress
     from cluster.engine.rank_monitor import StartLimit
-    from cluster.engine.rank_places import Actor, Healing, PoolMemories, RankPlaces, SpareRanks
+    from cluster.engine.rank_places import Actor, PoolMemories, RankPlaces, RecoveryLog, SpareRanks
     from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig, KernelReport
     from pagedray.node_memory import MemoryAddress
@@ -84,7 +84,7 @@ class RayRanks:
         self._hang: HungRankError | None = None
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
-        self._healing: Healing | None = None
+        self._recovery: RecoveryLog | None = None
         """Set until the first output of an epoch that replaced an earlier epoch."""
 
     def start_ranks(self) -> tuple[CacheSize, KernelReport]:
@@ -123,7 +123,7 @@ class RayRanks:
         return cache, reports[0]
 
     def replace_ranks(
-        self, survivors: Mapping[int, Actor], cache: CacheSize, healing: Healing
+        self, survivors: Mapping[int, Actor], cache: CacheSize, recovery: RecoveryLog
     ) -> None:
         """Start the ranks that are not among `survivors`, by rank, and join them to these.
 
@@ -142,7 +142,7 @@ class RayRanks:
                 self._actors.append(places[rank][0])
             self._actors = [places[rank][0] for rank in self._ranks]
             self._reports.attach_actors(self._actors, self.places.nodes)
-            healing.end_phase("processes")
+            recovery.end_phase("processes")
             preparing = [
                 actor.allocate_cache.remote(*blocks)
                 if rank in survivors
@@ -153,17 +153,17 @@ class RayRanks:
             self._results(preparing, _at("Loading weights"))
             self._check_weights()
             self._note_pool_reports()
-            healing.end_phase("loaded")
+            recovery.end_phase("loaded")
             self._join(address)
-            healing.end_phase("joined")
+            recovery.end_phase("joined")
             parts = self._warm_up(captures_lazily=True)
-            healing.end_phase("warmed up")
+            recovery.end_phase("warmed up")
             self._connect()
-            healing.end_phase("connected")
+            recovery.end_phase("connected")
             # The ranks compute nothing until the controller sends a plan.
-            healing.wait_for_phase()
-        healing.note_ranks(kept=sorted(survivors), replaced=replaced, parts=parts)
-        self._healing = healing
+            recovery.wait_for_phase()
+        recovery.note_ranks(kept=sorted(survivors), replaced=replaced, parts=parts)
+        self._recovery = recovery
 
     @property
     def acknowledged_step(self) -> int:
@@ -181,8 +181,8 @@ class RayRanks:
         Raises WorkerError.
         """
         self._monitor.note_message(message)
-        if self._healing is not None:
-            self._healing.start_phase()
+        if self._recovery is not None:
+            self._recovery.start_phase()
         try:
             self._channels.send(message)
         except ChannelClosedError as error:
@@ -193,10 +193,10 @@ class RayRanks:
         outputs = self._channels.outputs
         while not outputs:
             self._exchange(_POLL_S)
-        if self._healing is not None:
-            self._healing.end_phase("first step")
-            logger.info("%s", self._healing)
-            self._healing = None
+        if self._recovery is not None:
+            self._recovery.end_phase("first step")
+            logger.info("%s", self._recovery)
+            self._recovery = None
         return outputs.popleft()
 
     def measure_rooflines(self) -> list[RankRoofline]:

@@ -38,7 +38,7 @@ _LOCK_TIMEOUT_S = 1.0
 class StepLoop(ABC):
     """The thread, state and errors of an engine.
 
-    A subclass accesses shared state under `_wake`, and notifies `_wake` of work.
+    A subclass accesses shared state under `_lock`, and notifies `_lock` of work.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepLoop(ABC):
         """`step_bounds_s` are the bounds of the histogram of step durations."""
         self._executor = executor
         self._clock = clock or EngineClock()
-        self._wake = self._clock.make_condition()
+        self._lock = self._clock.make_condition()
         self._error: EngineError | None = None
         self._is_stopping = False
         self._is_replacing = False
@@ -86,9 +86,9 @@ class StepLoop(ABC):
         self._watchdog.stop()
         self._is_stopping = True
         # A step thread that hangs may hold the lock.
-        if self._wake.acquire(timeout=timeout_s):
-            self._wake.notify()
-            self._wake.release()
+        if self._lock.acquire(timeout=timeout_s):
+            self._lock.notify()
+            self._lock.release()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._fail(reason or ShuttingDownError())
@@ -122,7 +122,7 @@ class StepLoop(ABC):
         return self._executor.outage
 
     @abstractmethod
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         """Run one iteration, or wait briefly for work.
 
         Any exception ends the engine.
@@ -131,7 +131,7 @@ class StepLoop(ABC):
     @property
     @abstractmethod
     def _has_work(self) -> bool:
-        """Whether a request has not ended; read without `_wake`."""
+        """Whether a request has not ended; read without `_lock`."""
 
     @property
     @abstractmethod
@@ -142,19 +142,19 @@ class StepLoop(ABC):
     def _note_death(self) -> bool:
         """Note the requests that ran when ranks died; return whether that narrowed the search.
 
-        Called with `_wake`, before new ranks start.
+        Called with `_lock`, before new ranks start.
         """
 
     @abstractmethod
     def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
-        """Begin again at step 0, with new ranks; called with `_wake`.
+        """Begin again at step 0, with new ranks; called with `_lock`.
 
         For `damaged`, see `Executor.restart_ranks`.
         """
 
     @abstractmethod
     def _end_requests(self, error: EngineError) -> None:
-        """End every request; called once, without `_wake`, after new requests are rejected."""
+        """End every request; called once, without `_lock`, after new requests are rejected."""
 
     def _check_open(self) -> None:
         """Raise EngineError if the engine has ended or is stopping."""
@@ -177,14 +177,14 @@ class StepLoop(ABC):
         """
         self._is_replacing = True
         started_s = self._clock.now_s()
-        with self._wake:
+        with self._lock:
             has_narrowed = self._note_death()
             num_open = self._num_open
         are_waiting = "1 request is" if num_open == 1 else f"{num_open} requests are"
         what = f"Replacing ranks; {are_waiting} waiting."
         self._pause_after(error, what, has_narrowed=has_narrowed)
         damaged = self._restart_ranks()
-        with self._wake:
+        with self._lock:
             self._begin_epoch(damaged)
             self._replacements["hang" if isinstance(error, HungRankError) else "death"] += 1
         self._is_replacing = False
@@ -210,14 +210,14 @@ class StepLoop(ABC):
             self._clock.now_s(), error, num_steps=self._num_steps, has_narrowed=has_narrowed
         )
         logger.warning("%s %s", error, what)
-        with self._wake:
-            if self._wake.wait_for(lambda: self._is_stopping, pause_s):
+        with self._lock:
+            if self._lock.wait_for(lambda: self._is_stopping, pause_s):
                 raise ShuttingDownError
 
     def _loop(self) -> None:
         try:
             while not self._is_stopping:
-                self._turn()
+                self._iterate()
         except Exception as error:
             # While the engine stops, its ranks may end during a step or a replacement.
             if not self._is_stopping:
@@ -265,18 +265,18 @@ class StepLoop(ABC):
 
     def _fail(self, error: EngineError) -> None:
         """End every request with an error, and reject others; only the first call counts."""
-        with self._wake_or_timeout():
+        with self._lock_or_timeout():
             is_first = self._error is None
             self._error = self._error or error
         if is_first:
             self._end_requests(error)
 
     @contextmanager
-    def _wake_or_timeout(self) -> Iterator[None]:
-        """Hold `_wake`, or continue without it after a second: a thread that hangs may hold it."""
-        has_lock = self._wake.acquire(timeout=_LOCK_TIMEOUT_S)
+    def _lock_or_timeout(self) -> Iterator[None]:
+        """Hold `_lock`, or continue without it after a second: a thread that hangs may hold it."""
+        has_lock = self._lock.acquire(timeout=_LOCK_TIMEOUT_S)
         try:
             yield
         finally:
             if has_lock:
-                self._wake.release()
+                self._lock.release()

@@ -369,7 +369,7 @@ def test_requests_end_although_a_thread_holds_the_lock_for_ever(
     embedder = opened(executor)
     held(embedder, executor)
     waiting = embedder.submit_request(request([1, 2]))
-    with embedder._wake:
+    with embedder._lock:
         ending = threading.Thread(target=embedder._fail, args=(EngineError("It hangs."),))
         ending.start()
         assert isinstance(waiting.exception(TIMEOUT_S), EngineError)

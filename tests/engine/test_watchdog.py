@@ -219,7 +219,7 @@ def test_lock_that_is_held_for_ever_does_not_keep_the_engine_from_ending() -> No
         controller = rig.controller
         executor.may_step.clear()
         rig.submit("a")
-        with controller._wake:
+        with controller._lock:
             checker = threading.Thread(
                 target=checks.seconds_until, args=(lambda: controller.error is not None, 80.0)
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.controller import Controller
-from cluster.engine.crash_search import DeathInquiry, Suspects
+from cluster.engine.crash_search import CrashHandler, CrashSearch
 from cluster.engine.rank_channels import DiskReports
 from cluster.engine.rank_places import PoolMemories
 from cluster.scheduling.kv_manager import KvManager
@@ -305,14 +305,14 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a request that kills its ranks is never ended",
-        DeathInquiry,
+        CrashHandler,
         "examine",
-        "self._end(suspects.convict())",
+        "self._end(search.confirm_crash())",
         "[]",
     ),
     _bug(
         "a request that kills its ranks some steps after each start is never found",
-        Suspects,
+        CrashSearch,
         "_note_margin",
         "if not self._are_steady:",
         "if True:",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.crash_search import LethalRequests
+from cluster.engine.crash_search import CrashingRequests
 from pagedray.errors import LethalRequestError, OverloadedError
 
 
 def test_an_equal_request_is_rejected_for_ten_minutes() -> None:
-    lethal = LethalRequests()
+    lethal = CrashingRequests()
     assert not lethal
     lethal.note_request("poison", "", 100.0)
     lethal.check("honest", "", 101.0)
@@ -21,7 +21,7 @@ def test_an_equal_request_is_rejected_for_ten_minutes() -> None:
 
 
 def test_tenant_with_many_waits_until_the_first_is_old() -> None:
-    lethal = LethalRequests()
+    lethal = CrashingRequests()
     for number in range(3):
         lethal.check("honest", "bad", float(number))
         lethal.note_request(number, "bad", float(number))
@@ -33,14 +33,14 @@ def test_tenant_with_many_waits_until_the_first_is_old() -> None:
 
 
 def test_clients_without_keys_are_not_rejected_for_one_another() -> None:
-    lethal = LethalRequests()
+    lethal = CrashingRequests()
     for number in range(20):
         lethal.note_request(number, "", 0.0)
     lethal.check("honest", "", 1.0)
 
 
 def test_only_some_are_kept() -> None:
-    lethal = LethalRequests()
+    lethal = CrashingRequests()
     for number in range(1000):
         lethal.note_request(number, "", 0.0)
     lethal.check(0, "", 1.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.engine.crash_search import Suspects
+from cluster.engine.crash_search import CrashSearch
 
 MAX_TURNS = 20_000
 
@@ -28,7 +28,7 @@ class Rig:
     """The time after each start at which a request kills its ranks; a step takes up to 3."""
     pairs: tuple[frozenset[str], ...] = ()
     """Requests that kill their ranks together."""
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: CrashSearch = field(default_factory=CrashSearch)
     lengths: dict[str, int] = field(default_factory=dict)
     barred: set[str] = field(default_factory=set)
     """Requests that may not run, until the suspects report a change."""
@@ -76,11 +76,11 @@ class Rig:
                 "probe"
             }
         suspects = self.suspects
-        if suspects.accused is None:
+        if suspects.isolated is None:
             self.lengths.pop("probe", None)
         elif "probe" in self.finished:
             self.finished.remove("probe")
-            self.culprits.append(suspects.convict())
+            self.culprits.append(suspects.confirm_crash())
             del self.lengths[self.culprits[-1]]
             self.look(has_died=True)
         elif "probe" not in self.lengths:
@@ -257,7 +257,7 @@ def test_requests_that_die_only_together_all_finish(number: int, first: int, sec
 
 
 def test_others_wait_while_suspects_are_examined() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         assert suspects.may_run("new")
         suspects.note_death({name: {0: 5} for name in names(4)}, 0)
@@ -265,7 +265,7 @@ def test_others_wait_while_suspects_are_examined() -> None:
 
 
 def test_the_end_of_the_examined_continues_the_search() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(2)}, 0)
     assert suspects.note_lengths({"r1": {0: 5}})
@@ -276,7 +276,7 @@ def test_the_end_of_the_examined_continues_the_search() -> None:
 
 
 def test_every_sequence_of_a_request_must_get_beyond_a_death() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     suspects.note_death({"a": {0: 5, 1: 7}}, 0)
     suspects.note_lengths({"a": {0: 20, 1: 9}})
     assert suspects.ids
@@ -285,7 +285,7 @@ def test_every_sequence_of_a_request_must_get_beyond_a_death() -> None:
 
 
 def test_a_sequence_that_has_ended_got_beyond_a_death() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     suspects.note_death({"a": {0: 5, 1: 7}}, 0)
     suspects.note_lengths({"a": {1: 9}})
     assert suspects.ids
@@ -297,17 +297,17 @@ def test_a_sequence_that_has_ended_got_beyond_a_death() -> None:
 def test_a_death_of_others_or_of_idle_ranks_changes_nothing_of_a_search(
     ran: dict[str, dict[int, int]],
 ) -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(4)}, 0)
     for _ in range(3):
         assert not suspects.note_death(ran, 0)
         assert [suspects.may_run(name) for name in [*names(4), "r9"]] == [True] * 2 + [False] * 3
-    assert suspects.accused is None
+    assert suspects.isolated is None
 
 
 def test_no_request_is_accused_while_a_step_of_others_is_in_flight() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(2)}, 0)
     for _ in range(2):
@@ -320,37 +320,37 @@ def test_no_request_is_accused_while_a_step_of_others_is_in_flight() -> None:
 
 
 def test_only_the_probe_runs_before_a_request_is_a_culprit() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(2)}, 0)
     for _ in range(2):
         suspects.note_death({"r0": {0: 5}}, 0)
-    assert suspects.accused == "r0"
+    assert suspects.isolated == "r0"
     assert not any(map(suspects.may_run, names(3)))
-    assert suspects.convict() == "r0"
-    assert suspects.accused is None
+    assert suspects.confirm_crash() == "r0"
+    assert suspects.isolated is None
     assert suspects.may_run("r1")
 
 
 def test_one_death_by_chance_while_examined_alone_accuses_no_request() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(2)}, 0)
     suspects.note_death({"r0": {0: 5}}, 0)
-    assert suspects.accused is None
+    assert suspects.isolated is None
     assert [suspects.may_run(name) for name in names(2)] == [True, False]
     suspects.note_lengths({name: {0: 8} for name in names(2)})
     for _ in range(2):
         assert [suspects.may_run(name) for name in names(2)] == [False, True]
         suspects.note_death({"r1": {0: 5}}, 0)
-    assert suspects.accused == "r1"
+    assert suspects.isolated == "r1"
 
 
 @pytest.mark.parametrize("number", [2, 8])
 def test_three_deaths_of_a_search_do_not_narrow_it(number: int) -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     running, narrowed = names(number), []
-    while not suspects.accused:
+    while not suspects.isolated:
         narrowed.append(suspects.note_death({one: {0: 5} for one in running}, 0))
         running = [one for one in running if suspects.may_run(one)]
     # The two that begin it, and the one that accuses; the first death alone tells more.
@@ -358,13 +358,13 @@ def test_three_deaths_of_a_search_do_not_narrow_it(number: int) -> None:
 
 
 def test_an_accused_request_is_acquitted_if_the_probe_dies_twice() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(3):
         suspects.note_death({"r0": {0: 5}}, 10)
     for _ in range(2):
-        assert suspects.accused == "r0"
+        assert suspects.isolated == "r0"
         suspects.note_death({"probe": {0: 1}}, 10)
-    assert suspects.accused is None
+    assert suspects.isolated is None
     assert suspects.may_run("r0")
     # The ranks die whatever runs, so that any progress clears a request.
     suspects.note_death({"r0": {0: 15}}, 10)
@@ -373,15 +373,15 @@ def test_an_accused_request_is_acquitted_if_the_probe_dies_twice() -> None:
 
 
 def test_the_search_continues_when_the_accused_request_leaves() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(4)}, 0)
     suspects.note_death({name: {0: 5} for name in names(2)}, 0)
     for _ in range(2):
         suspects.note_death({"r0": {0: 5}}, 0)
-    assert suspects.accused == "r0"
+    assert suspects.isolated == "r0"
     assert suspects.note_lengths({name: {0: 5} for name in names(4)[1:]})
-    assert suspects.accused is None
+    assert suspects.isolated is None
     assert suspects.is_searching
     assert [suspects.may_run(name) for name in names(4)] == [False, True, True, True]
 
@@ -402,7 +402,7 @@ def test_a_search_that_finds_a_culprit_is_not_in_vain() -> None:
 
 
 def test_a_death_while_idle_accuses_no_request() -> None:
-    suspects = Suspects()
+    suspects = CrashSearch()
     for _ in range(5):
         suspects.note_death({}, 0)
     assert not suspects.ids
