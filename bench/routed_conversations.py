@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from bench.records.command import command_and_date
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.serving.ray_serve.routing.placement import Placement
+from cluster.serving.ray_serve.placement import Placement
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import EOS, VirtualReplica, distinct_prompt

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
 
 from bench.records.command import command_and_date
-from cluster.serving.ray_serve.routing.affinity import RoutingKey, prefix_key
-from cluster.serving.ray_serve.routing.placement import Placement
+from cluster.serving.ray_serve.placement import Placement, RoutingKey, prefix_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

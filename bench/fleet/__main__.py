@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from bench.fleet.line_chart import Chart, draw_charts
 from bench.records.command import command_and_date
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.serving.ray_serve.routing.affinity import prefix_key
-from cluster.serving.ray_serve.routing.placement import Placement
+from cluster.serving.ray_serve.placement import Placement, prefix_key
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cluster.scheduling.scheduler import Scheduler
-    from cluster.serving.ray_serve.routing.affinity import RoutingKey
+    from cluster.serving.ray_serve.placement import RoutingKey
 
 _REQUESTS_PER_REPLICA = 100
 """In a second."""

@@ -30,7 +30,7 @@ from bench.served_conversations.forgetful_router import ForgetfulRouter
 from bench.served_conversations.users import Conversations, run_conversations
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
 from cluster.serving.ray_serve.options import read_arguments
-from cluster.serving.ray_serve.routing.router import AffinityRouter
+from cluster.serving.ray_serve.router import AffinityRouter
 
 _ROUTER = f"{AffinityRouter.__module__}:{AffinityRouter.__name__}"
 _FORGETFUL = f"{ForgetfulRouter.__module__}:{ForgetfulRouter.__name__}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cluster.serving.ray_serve.routing.placement import Placement
-from cluster.serving.ray_serve.routing.router import AffinityRouter
+from cluster.serving.ray_serve.placement import Placement
+from cluster.serving.ray_serve.router import AffinityRouter
 
 __all__ = ["ForgetfulRouter"]
 

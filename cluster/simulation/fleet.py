@@ -6,8 +6,13 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.serving.ray_serve.routing.affinity import MAX_KEY_TOKENS, RoutingKey, prefix_key
-from cluster.serving.ray_serve.routing.placement import DEFAULT_CALL_LOAD, Placement
+from cluster.serving.ray_serve.placement import (
+    DEFAULT_CALL_LOAD,
+    MAX_KEY_TOKENS,
+    Placement,
+    RoutingKey,
+    prefix_key,
+)
 from cluster.simulation.virtual_replica import distinct_prompt
 
 if TYPE_CHECKING:

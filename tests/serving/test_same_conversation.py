@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import MessagePace
+from cluster.serving.ray_serve.options import MessagePace
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb

@@ -6,15 +6,20 @@ request again to a replica that was paused: the first sending takes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope
 
-__all__ = ["BODY_KEY", "receive_carried"]
+    from cluster.serving.continuation import Continuation
+
+__all__ = ["BODY_KEY", "TIMEOUT_KEY", "ProxiedMessage", "receive_carried"]
 
 BODY_KEY = "pagedray.body"
 """The key of the whole body in the ASGI scope, which clients cannot set."""
+
+TIMEOUT_KEY = "pagedray-timeout-ms"
+"""The metadata key of a call's remaining time, which Serve does not pass to replicas."""
 
 
 def receive_carried(scope: Scope, receive: Receive) -> Receive:
@@ -35,3 +40,13 @@ def receive_carried(scope: Scope, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_body_first
+
+
+class ProxiedMessage(NamedTuple):
+    """The message of a call, with the data that keeps the call the same in any replica.
+
+    Clients cannot send such a message: Serve decodes their messages as bytes.
+    """
+
+    body: bytes
+    continuation: Continuation

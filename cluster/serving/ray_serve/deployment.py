@@ -6,11 +6,13 @@ ranks. HTTP and gRPC reach the servicer in the replica itself, without another h
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.engine.engine_options import full_name
@@ -19,26 +21,43 @@ from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
-from cluster.serving.ray_serve.other_replicas import OtherServeReplicas
-from cluster.serving.ray_serve.pace import MESSAGES_PER_S, MessagePace
-from cluster.serving.ray_serve.routing.replica_calls import call_others, current_call_id
+from cluster.serving.ray_serve.options import (
+    MESSAGES_PER_S,
+    MessagePace,
+    ServeArguments,
+    ServeOptions,
+    read_arguments,
+)
+from cluster.serving.ray_serve.replica_calls import (
+    call_named,
+    call_others,
+    current_call_id,
+    find_replica,
+)
 from cluster.serving.ray_serve.served_replica import ServedReplica
-from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses, StoreLimits
+from cluster.serving.responses.stored_responses import (
+    Kept,
+    LostReplicaError,
+    ResponseStore,
+    StoredResponses,
+    StoreLimits,
+)
 from workers.hub.locate import pin_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from google.protobuf.message import Message
+    from ray.actor import ActorHandle
     from ray.serve import Application
+    from ray.serve._private.common import ReplicaID
     from ray.serve.grpc_util import RayServegRPCContext
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from cluster.engine.engine_options import EngineOptions
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
-    from cluster.serving.responses.stored_responses import Action, Kept
+    from cluster.serving.responses.stored_responses import Action
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
     from pagedray.config import Device
@@ -48,11 +67,15 @@ __all__ = ["PagedRay", "build_app", "deployment_options"]
 
 # The engine does admission control: it knows how many tokens fit.
 _NO_LIMIT = 1_000_000_000
-_ROUTER = "cluster.serving.ray_serve.routing.router:AffinityRouter"
+_ROUTER = "cluster.serving.ray_serve.router:AffinityRouter"
 # Serve carries more HTTP messages than others, but its queue has no bound.
 _HTTP_PARTS_PER_S = 2000.0
 _ABORT_WAIT_S = 0.5
-_POLICY = "cluster.serving.ray_serve.autoscaling:TokensPolicy"
+_POLICY = "cluster.serving.ray_serve.replica_engine:TokensPolicy"
+
+_TIMEOUT_S = 5.0
+_MAX_LOOKUPS = 4
+"""Replicas that are looked up at once; clients choose the names."""
 
 
 @serve.ingress()
@@ -330,3 +353,41 @@ def _available_device() -> Device:
     # This may run on a node without GPUs, so ask the cluster.
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     return "cuda" if has_gpus else "cpu"
+
+
+class OtherServeReplicas:
+    """Calls `kept_response` of replicas. It is an OtherReplicas."""
+
+    def __init__(self, own_id: ReplicaID) -> None:
+        self._own_id = own_id
+        self._actors: dict[str, ActorHandle[Any]] = {}  # Any: as below
+        self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
+
+    @property
+    def own_name(self) -> str:
+        """The name of this replica."""
+        return self._own_id.unique_id
+
+    async def ask(self, replica: str, action: Action, tenant: str, response_id: str) -> Kept | None:
+        """Return the answer of another replica; None if it keeps no such response of the tenant.
+
+        Raises LostReplicaError.
+        """
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                actor = await self._actor(replica)
+                kept = await call_named(actor, "kept_response", action, tenant, response_id)
+        # Ray finds no actor of that name, or it has died, hangs or is draining its last call.
+        except (RayActorError, TimeoutError, ValueError) as error:
+            self._actors.pop(replica, None)
+            raise LostReplicaError(replica) from error
+        assert kept is None or isinstance(kept, Kept)
+        return kept
+
+    async def _actor(self, replica: str) -> ActorHandle[Any]:  # Any: a class that Serve makes
+        found = self._actors.get(replica)
+        if found is None:
+            async with self._lookups:
+                found = await asyncio.to_thread(find_replica, self._own_id.deployment_id, replica)
+            self._actors[replica] = found
+        return found

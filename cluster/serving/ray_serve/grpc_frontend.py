@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY, ProxiedMessage
+from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY, ProxiedMessage
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import metadata_of
 from cluster.serving.rpc.entry import enter_call, log_rejection
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ray.serve.grpc_util import RayServegRPCContext
 
-    from cluster.serving.ray_serve.pace import MessagePace
+    from cluster.serving.ray_serve.options import MessagePace
     from cluster.serving.servicer import Servicer
 
 __all__ = ["Broadcast", "Incoming", "ServeGrpc"]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
-    from cluster.serving.ray_serve.pace import MessagePace
+    from cluster.serving.ray_serve.options import MessagePace
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput, Servicer
 

@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any
 from cluster.engine.vllm_options import own_options
 from cluster.serving.http_app import build_http_app
 from cluster.serving.ray_serve.deployment import deployment_options
-from cluster.serving.ray_serve.options import ServeOptions, read_arguments
-from cluster.serving.ray_serve.pace import MESSAGES_PER_S, MessagePace
+from cluster.serving.ray_serve.options import (
+    MESSAGES_PER_S,
+    MessagePace,
+    ServeOptions,
+    read_arguments,
+)
 from cluster.serving.ray_serve.served_replica import ServedReplica
 
 if TYPE_CHECKING:

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from typing import BinaryIO, Self
+from typing import TYPE_CHECKING, BinaryIO, Generic, Self, TypeVar
 
-from cluster.serving.ray_serve.routing.pulse import Pulse
 from pagedray.machine import child_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["LoadWatchdog"]
 
@@ -26,6 +28,8 @@ _SILENCE_S = 60.0
 """Imports may delay the heartbeat, as they may in a rank."""
 _BEATS_PER_SILENCE = 20
 _CLOSE_WAIT_S = 5.0
+
+Replica = TypeVar("Replica")
 
 
 class LoadWatchdog:
@@ -108,6 +112,35 @@ def main() -> None:
         sys.stderr.write(f"The replica (process {process_id}) {problem}; ending it.\n")
         sys.stderr.flush()
         os.kill(process_id, signal.SIGKILL)
+
+
+class Pulse(Generic[Replica]):
+    """How long each replica has been silent, in time that passed for this process too."""
+
+    def __init__(self, *, period_s: float, limit_s: float) -> None:
+        """`tick` is called every `period_s`; a replica may be silent for `limit_s`."""
+        self._period_s = period_s
+        self._limit_s = limit_s
+        self._silent_s: dict[Replica, float] = {}
+        self.silent: frozenset[Replica] = frozenset()
+        """Replicas that have not responded for too long; a new set when they change."""
+
+    def note_answer(self, replica: Replica) -> None:
+        """Record that a replica has answered."""
+        self._silent_s[replica] = 0.0
+        if replica in self.silent:
+            self.silent -= {replica}
+
+    def tick(self, replicas: Collection[Replica], elapsed_s: float) -> list[Replica]:
+        """Let time pass; return the replicas that have just been silent for too long."""
+        # If this process was late, it may have been paused, with the replicas.
+        counted_s = min(elapsed_s, 2 * self._period_s)
+        before = self._silent_s
+        self._silent_s = {one: before.get(one, 0.0) + counted_s for one in replicas}
+        silent = frozenset(one for one in replicas if self._silent_s[one] > self._limit_s)
+        if silent != self.silent:
+            self.silent = silent
+        return [one for one in silent if before.get(one, 0.0) <= self._limit_s]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -14,11 +16,16 @@ from pagedray.errors import StartupError
 from pagedray.text import nearest_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["ServeArguments", "ServeOptions", "read_arguments"]
+    from starlette.types import Message, Send
+
+__all__ = ["MESSAGES_PER_S", "MessagePace", "ServeArguments", "ServeOptions", "read_arguments"]
 
 Options = TypeVar("Options", EngineOptions, "ServeOptions")
+
+MESSAGES_PER_S = 800.0
+"""Serve carries about a thousand messages a second from a replica, and more over HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,8 @@ class ServeArguments:
 
 
 _ENGINE_NAMES = frozenset(field.name for field in fields(EngineOptions))
+
+
 _SERVE_NAMES = frozenset(field.name for field in fields(ServeOptions))
 
 
@@ -141,3 +150,49 @@ def _hint(name: str) -> str:
     if nearest is not None:
         return f"did you mean {nearest}?"
     return f"known arguments are {', '.join(('model', *sorted(known)))}."
+
+
+class MessagePace:
+    """Shares a number of messages a second among the streams that have begun."""
+
+    def __init__(self, messages_per_s: float) -> None:
+        self._messages_per_s = messages_per_s
+        self._num_streams = 0
+
+    @contextmanager
+    def stream(self) -> Iterator[PacedStream]:
+        """Yield a stream, counted from its first message to the end of the block."""
+        stream = PacedStream(self)
+        try:
+            yield stream
+        finally:
+            self._num_streams -= stream.has_begun
+
+    def pause_s(self, stream: PacedStream) -> float:
+        """Return how long a stream must wait after a message; a single stream hardly waits."""
+        self._num_streams += not stream.has_begun
+        stream.has_begun = True
+        return self._num_streams / self._messages_per_s
+
+
+class PacedStream:
+    """A streamed response."""
+
+    def __init__(self, pace: MessagePace) -> None:
+        self._pace = pace
+        self.has_begun = False
+        """Whether it has sent a message."""
+
+    async def pause(self) -> None:
+        """Wait after a message; output that arrives meanwhile is merged into the next message."""
+        await asyncio.sleep(self._pace.pause_s(self))
+
+    def paced(self, send: Send) -> Send:
+        """Return a `send` that waits after each part of a response but the last."""
+
+        async def send_paced(message: Message) -> None:
+            await send(message)
+            if message.get("more_body", False):
+                await self.pause()
+
+        return send_paced

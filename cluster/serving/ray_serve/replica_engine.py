@@ -8,23 +8,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray.util.placement_group import get_current_placement_group
 
 from cluster.engine.engine_options import engine_config
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
+from cluster.engine.watchdog import ProgressClock
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.model_name import with_served_names
-from cluster.serving.ray_serve.autoscaling import ReplicaLoad
-from cluster.serving.ray_serve.progress import ProgressWatch
 from cluster.serving.servicer import Servicer
 from cluster.serving.telemetry.log_lines import logging_to
 from cluster.serving.telemetry.tracing import otlp_tracer
@@ -32,21 +33,30 @@ from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import EngineError, StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ray.util.placement_group import PlacementGroup
 
     from cluster.engine.controller import Controller
     from cluster.engine.embedder import Embedder
     from cluster.engine.open_engine import MakeExecutor
     from cluster.serving.ray_serve.options import ServeArguments
+    from cluster.serving.server_info import ServerLoads
     from pagedray.config import EngineConfig
 
-__all__ = ["ReplicaEngine"]
+__all__ = ["ProgressWatch", "ReplicaEngine", "ReplicaLoad", "TokensPolicy", "desired_replicas"]
 
 logger = logging.getLogger(__name__)
 
 _REPLACE_TIMEOUT_S = 900.0
 """Includes loading the weights of new ranks."""
 _CLOSE_GRACE_S = 2.0
+_TOKENS_IN_FLIGHT = "tokens_in_flight"
+_KV_USE = "kv_use"
+_SPARE = 0.1
+
+_MAX_TICK_S = 15.0
+"""Serve checks every 5 s. A longer time is a pause of the replica or of the machine."""
 
 
 class ReplicaEngine:
@@ -174,3 +184,105 @@ def _check_bundles(config: EngineConfig, placement: PlacementGroup | None) -> No
 
 def _log_progress(what: str, fraction: float) -> None:
     logger.debug("%s: %.0f %%", what, fraction * 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """The load of one replica."""
+
+    tokens_in_flight: float
+    """Tokens in the KV cache and queued prompt tokens."""
+    kv_use: float
+    """The fraction of device blocks in use, 0 to 1."""
+
+    @classmethod
+    def from_loads(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
+        """Return the load of a replica with these statistics."""
+        num_taken = loads.num_blocks - loads.num_free_blocks
+        return cls(
+            tokens_in_flight=num_taken * block_size + loads.num_queued_tokens,
+            kv_use=num_taken / loads.num_blocks if loads.num_blocks else 0.0,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values that Serve collects."""
+        return {_TOKENS_IN_FLIGHT: self.tokens_in_flight, _KV_USE: self.kv_use}
+
+
+def desired_replicas(
+    loads: Sequence[ReplicaLoad],
+    *,
+    num_target: int,
+    target_tokens: float | None,
+    target_kv_use: float,
+    spare: float,
+) -> int:
+    """Return how many replicas the loads need; without target tokens, by KV blocks alone.
+
+    `num_target` is the present target. It is reduced only if the work would leave the fraction
+    `spare` of the fewer replicas free, so that the number does not oscillate.
+    """
+    needed = sum(one.kv_use for one in loads) / target_kv_use
+    if target_tokens is not None:
+        needed = max(needed, sum(one.tokens_in_flight for one in loads) / target_tokens)
+    if needed >= num_target:
+        return math.ceil(needed)
+    return min(num_target, math.ceil(needed / (1.0 - spare)))
+
+
+class TokensPolicy:
+    """The policy that Ray Serve creates and calls."""
+
+    def __init__(
+        self,
+        *,
+        target_tokens: float | None,
+        target_kv_use: float,
+    ) -> None:
+        self._target_tokens = target_tokens
+        self._target_kv_use = target_kv_use
+
+    # Any: the context and the state are of Ray's types.
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas and the state to keep, which is empty."""
+        metrics = context.aggregated_metrics or {}
+        tokens, kv_use = metrics.get(_TOKENS_IN_FLIGHT, {}), metrics.get(_KV_USE, {})
+        loads = [
+            ReplicaLoad(tokens_in_flight=tokens[one], kv_use=kv_use.get(one, 0.0)) for one in tokens
+        ]
+        # Replicas without statistics are starting, and the load they will take over is unknown.
+        is_known = len(loads) >= context.current_num_replicas > 0
+        num_wanted = desired_replicas(
+            loads,
+            num_target=context.target_num_replicas,
+            target_tokens=self._target_tokens,
+            target_kv_use=self._target_kv_use,
+            spare=_SPARE,
+        )
+        return (num_wanted if is_known else max(num_wanted, context.target_num_replicas)), {}
+
+
+class ProgressWatch:
+    """Measures for how long an engine has run no step, and for how long it was not healthy."""
+
+    def __init__(self, *, stall_timeout_s: float, replace_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._replace_timeout_s = replace_timeout_s
+        self._steps = ProgressClock(max_tick_s=_MAX_TICK_S)
+        self._health = ProgressClock(max_tick_s=_MAX_TICK_S)
+
+    def problem(
+        self, *, num_steps: int, has_work: bool, is_healthy: bool, now_s: float
+    ) -> str | None:
+        """Return an error message, or None if the engine makes progress.
+
+        An engine without work, or that replaces its ranks, runs no steps.
+        """
+        may_rest = not (has_work and is_healthy)
+        still_s = self._steps.silence_s(now_s, num_steps, is_expected=may_rest)
+        unhealthy_s = self._health.silence_s(now_s, None, is_expected=is_healthy)
+        if unhealthy_s > self._replace_timeout_s:
+            return f"The ranks could not be replaced within {self._replace_timeout_s:g} s."
+        if still_s > self._stall_timeout_s:
+            return f"The engine has work but ran no step for {self._stall_timeout_s:g} s."
+        return None

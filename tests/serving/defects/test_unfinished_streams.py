@@ -12,7 +12,7 @@ import pytest
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.openai.generation_response import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import MessagePace
+from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.conftest import Server

@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
-from cluster.serving.ray_serve.pace import MessagePace
+from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call

@@ -19,8 +19,8 @@ from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
-from cluster.serving.ray_serve.pace import MessagePace
-from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
+from cluster.serving.ray_serve.options import MessagePace
+from cluster.serving.ray_serve.proxied_call import ProxiedCall, current_call
 from cluster.serving.responses.stored_responses import (
     LostReplicaError,
     ResponseStore,

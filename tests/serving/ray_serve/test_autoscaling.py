@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving.ray_serve.autoscaling import ReplicaLoad, TokensPolicy, desired_replicas
+from cluster.serving.ray_serve.replica_engine import ReplicaLoad, TokensPolicy, desired_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
+from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from pagedray.errors import EngineError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.checkpoint import TEXT

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 import pagedray
 from cluster.llm.sampling_params import RequestOutputKind
+from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import MessagePace
-from cluster.serving.ray_serve.proxied_grpc.message import TIMEOUT_KEY
+from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from cluster.serving.ray_serve.grpc_proxy import add_services
-from cluster.serving.ray_serve.routing.affinity import RoutingKey
+from cluster.serving.ray_serve.placement import RoutingKey
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cluster.serving.ray_serve.llm import LLMAnswers, llm_arguments, post
-from cluster.serving.ray_serve.pace import MessagePace
+from cluster.serving.ray_serve.options import MessagePace
 from pagedray import PagedRayLLM
 from pagedray.errors import StartupError
 

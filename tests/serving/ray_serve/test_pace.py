@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.pace import MessagePace
+from cluster.serving.ray_serve.options import MessagePace
 
 if TYPE_CHECKING:
     from starlette.types import Message

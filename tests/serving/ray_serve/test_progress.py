@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.serving.ray_serve.progress import ProgressWatch
+from cluster.serving.ray_serve.replica_engine import ProgressWatch
 
 PERIOD_S = 5.0
 STALL = "The engine has work but ran no step for 60 s."

@@ -10,7 +10,7 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.pace import MessagePace
+from cluster.serving.ray_serve.options import MessagePace
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from pagedray.errors import AuthenticationError, InvalidRequestError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey, prefix_key
+from cluster.serving.ray_serve.placement import Owners, RoutingKey, prefix_key
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.routing.leases import Leases
+from cluster.serving.ray_serve.served_replica import Leases
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving.ray_serve.routing.affinity import RoutingKey, replica_key
-from cluster.serving.ray_serve.routing.last_served import LastServed
-from cluster.serving.ray_serve.routing.placement import MAX_CHOICES, Placement
+from cluster.serving.ray_serve.placement import (
+    MAX_CHOICES,
+    LastServed,
+    Placement,
+    RoutingKey,
+    replica_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.routing.held_call import HeldBytes
-from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
+from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:

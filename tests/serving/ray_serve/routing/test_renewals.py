@@ -6,8 +6,8 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.ray_serve.routing.renewals import Renewals
-from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
+from cluster.serving.ray_serve.replica_calls import ReplicaReads
+from cluster.serving.ray_serve.router import Renewals
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:

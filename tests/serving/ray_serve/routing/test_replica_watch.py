@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
-from cluster.serving.ray_serve.routing.leases import Leases
-from cluster.serving.ray_serve.routing.pulse import Pulse
-from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
-from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
+from cluster.serving.ray_serve.load_watchdog import Pulse
+from cluster.serving.ray_serve.replica_calls import ReplicaDiedError, ReplicaReads
+from cluster.serving.ray_serve.router import ReplicaWatch
+from cluster.serving.ray_serve.served_replica import Leases
 from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from ray.serve._private.common import (
 )
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from cluster.serving.ray_serve.routing.affinity import RoutingKey, prefix_key
-from cluster.serving.ray_serve.routing.handle_stream import HandleRequest
-from cluster.serving.ray_serve.routing.placement import Placement
-from cluster.serving.ray_serve.routing.router import AffinityRouter
+from cluster.serving.ray_serve.handle_stream import HandleRequest
+from cluster.serving.ray_serve.placement import Placement, RoutingKey, prefix_key
+from cluster.serving.ray_serve.router import AffinityRouter
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 
 _NUM_TURNS = 20

@@ -7,45 +7,52 @@ old, so it adds the requests that it has sent since.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import random
+import time
+from contextvars import Context
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
-from cluster.serving.ray_serve.routing.affinity import Owners, RoutingKey, prefix_key
-from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream, generates
-from cluster.serving.ray_serve.routing.placement import (
+from cluster.serving.ray_serve.handle_stream import HandleRequest, HandleStream, generates
+from cluster.serving.ray_serve.load_watchdog import Pulse
+from cluster.serving.ray_serve.placement import (
     DEFAULT_CALL_LOAD,
     DEFAULT_CALM,
     DEFAULT_SLACK,
+    Owners,
     Placement,
+    RoutingKey,
+    prefix_key,
 )
-from cluster.serving.ray_serve.routing.proxied_call import current_call
-from cluster.serving.ray_serve.routing.renewals import Renewals
-from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
-from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
+from cluster.serving.ray_serve.proxied_call import current_call
+from cluster.serving.ray_serve.replica_calls import ReplicaReads, call_replica
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from ray.serve._private.common import (
-        ReplicaID,
-        ReplicaQueueLengthInfo,
-        RunningReplicaInfo,
-    )
+    from ray.serve._private.common import ReplicaID, ReplicaQueueLengthInfo, RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
     from ray.serve.request_router import PendingRequest
 
-    from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
+    from cluster.serving.ray_serve.proxied_call import ProxiedCall
     from cluster.serving.servicer import GenerationOutput
 
-__all__ = ["AffinityRouter"]
+__all__ = ["AffinityRouter", "Renewals", "ReplicaWatch"]
+
+logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 6
 _REJECTED_PAUSE_S = 0.05
+
+_PERIOD_S = 1.0
+_LIMIT_S = 7.0
+"""A shorter pause of a replica's process does not matter."""
 
 
 class AffinityRouter(RequestRouter):
@@ -264,3 +271,121 @@ def _reported_load(replica: RunningReplica) -> tuple[float, float]:
     """Return the last load that a replica reported, and when it did."""
     stats = replica.routing_stats
     return float(stats.get("load", 0.0)), float(stats.get("reported_s", 0.0))
+
+
+class Renewals:
+    """The open streams of one router. Used from the router's event loop only."""
+
+    def __init__(self, *, period_s: float, idle_s: float) -> None:
+        """Streams are renewed every `period_s` unless they have not been read for `idle_s`."""
+        self._period_s = period_s
+        self._idle_s = idle_s
+        self._open: dict[ReplicaReads, tuple[RunningReplica, str]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._renewals: set[asyncio.Task[None]] = set()
+
+    def renew_stream(self, reads: ReplicaReads, replica: RunningReplica, call_id: str) -> None:
+        """Renew a stream until it ends or is no longer read."""
+        loop = asyncio.get_running_loop()
+        self._open[reads] = replica, call_id
+
+        def forget(_: object) -> None:
+            # Ray calls this in its own thread, also when the event loop is closed.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._open.pop, reads, None)
+
+        reads.result.add_done_callback(forget)
+        if self._task is None or self._task.done():
+            # In a context of its own, since this is that of one of many requests.
+            self._task = asyncio.create_task(self._renew_on(), context=Context())
+
+    async def _renew_on(self) -> None:
+        while self._open:
+            await asyncio.sleep(self._period_s)
+            read: dict[RunningReplica, list[str]] = {}
+            for reads, (replica, call_id) in self._open.items():
+                if reads.idle_s() < self._idle_s:
+                    read.setdefault(replica, []).append(call_id)
+            # In tasks: a replica that does not answer must not delay the others.
+            for replica, call_ids in read.items():
+                renewal = asyncio.create_task(self._renew(replica, call_ids))
+                self._renewals.add(renewal)
+                renewal.add_done_callback(self._renewals.discard)
+
+    async def _renew(self, replica: RunningReplica, call_ids: list[str]) -> None:
+        try:
+            await asyncio.wait_for(call_replica(replica, "renew", call_ids), self._period_s)
+        except Exception as error:
+            # If the replica died, its callers get an error; otherwise the next renewal suffices.
+            logger.debug("Could not renew the leases of calls to %s: %s", replica, error)
+
+
+class ReplicaWatch:
+    """Watches the replicas of one router. Used from the router's event loop only."""
+
+    def __init__(
+        self,
+        note_silent: Callable[[RunningReplica], None],
+        *,
+        period_s: float = _PERIOD_S,
+        limit_s: float = _LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`note_silent` is called when a replica has not responded for `limit_s`."""
+        self._note_silent = note_silent
+        self._period_s = period_s
+        self._clock = clock
+        self._pulse = Pulse["ReplicaID"](period_s=period_s, limit_s=limit_s)
+        self._replicas: dict[ReplicaID, RunningReplica] = {}
+        self._pings: dict[ReplicaID, asyncio.Task[None]] = {}
+        self._ticked_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def watch_replicas(self, replicas: Sequence[RunningReplica]) -> None:
+        """Watch these replicas instead of the previous replicas."""
+        self._replicas = {one.replica_id: one for one in replicas}
+        for replica_id in self._pings.keys() - self._replicas.keys():
+            self._pings.pop(replica_id).cancel()
+        if self._replicas and (self._task is None or self._task.done()):
+            self._ticked_s = self._clock()
+            # In a context of its own, since this may be called in that of any request.
+            self._task = asyncio.create_task(_tick_on(ref(self), self._period_s), context=Context())
+
+    @property
+    def silent(self) -> frozenset[ReplicaID]:
+        """The replicas that do not respond; another object when they change."""
+        return self._pulse.silent
+
+    def tick(self) -> bool:
+        """Report silent replicas and ask all again; return whether there are any replicas."""
+        now_s = self._clock()
+        elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
+        for replica_id in self._pulse.tick(self._replicas.keys(), elapsed_s):
+            logger.warning("Replica %s does not respond; avoiding it.", replica_id.unique_id)
+            self._note_silent(self._replicas[replica_id])
+        for replica_id, replica in self._replicas.items():
+            ping = self._pings.get(replica_id)
+            # An unanswered question is answered when the replica responds again.
+            if ping is None or ping.done():
+                self._pings[replica_id] = asyncio.create_task(self._ping(replica))
+        return bool(self._replicas)
+
+    async def _ping(self, replica: RunningReplica) -> None:
+        try:
+            await replica.get_queue_len(deadline_s=self._period_s)
+        except Exception as error:
+            logger.debug("Could not reach %s: %s", replica.replica_id, error)
+            return
+        if replica.replica_id in self._pulse.silent:
+            logger.warning("Replica %s responds again.", replica.replica_id.unique_id)
+        self._pulse.note_answer(replica.replica_id)
+
+
+async def _tick_on(watch: ref[ReplicaWatch], period_s: float) -> None:
+    while True:
+        await asyncio.sleep(period_s)
+        watching = watch()
+        if watching is None or not watching.tick():
+            return
+        # A router that is no longer used is not kept alive.
+        del watching

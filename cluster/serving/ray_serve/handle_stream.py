@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
-from cluster.serving.ray_serve.routing.held_call import HeldBytes
-from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
+from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from pagedray.errors import EngineError
 from pagedray.sampling_params import MAX_N
 
