@@ -107,8 +107,6 @@ class CacheConfig:
     """Whether sequences with a common prefix share its full blocks."""
     enable_cpu_prefix_cache: bool = True
     """Whether prefixes that have no room on the device are kept in the CPU pool."""
-    enable_kept_cpu_pool: bool = True
-    """Whether the CPU pool outlives the ranks that use it, so that new ranks find its prefixes."""
     cpu_pool_checksums: bool = False
     """Whether blocks of a pool that outlived a rank are compared with checksums."""
     disk_cache_folder: str | None = None
@@ -133,7 +131,7 @@ class CacheConfig:
         if self.disk_cache_folder is not None and not self.has_cpu_cache:
             raise StartupError("disk_cache_folder needs the prefix cache, and blocks on the CPU.")
 
-        if self.cpu_pool_checksums and not self.has_kept_pool:
+        if self.cpu_pool_checksums and not self.has_cpu_cache:
             raise StartupError("cpu_pool_checksums needs a CPU pool that outlives its ranks.")
 
     @property
@@ -141,11 +139,6 @@ class CacheConfig:
         """Whether the CPU pool keeps prefixes, unless the host has no memory for it."""
         is_enabled = self.enable_prefix_cache and self.enable_cpu_prefix_cache
         return is_enabled and self.num_cpu_blocks != 0
-
-    @property
-    def has_kept_pool(self) -> bool:
-        """Whether the CPU pool outlives ranks."""
-        return self.enable_kept_cpu_pool and self.has_cpu_cache
 
     def num_disk_blocks(self, block_bytes: int) -> int:
         """Return how many blocks the disk may hold, of this many bytes on all ranks together."""

@@ -132,7 +132,6 @@ _GROUPS = {
         ),
         Flag("enable_prefix_cache", "Disable prefix caching.", bool),
         Flag("enable_cpu_prefix_cache", "Do not keep evicted prefixes in CPU blocks.", bool),
-        Flag("enable_kept_cpu_pool", "Do not keep CPU blocks when a rank is replaced.", bool),
         Flag(
             "cpu_pool_checksums",
             "Drop CPU blocks with wrong checksums when a rank is replaced.",

@@ -56,7 +56,7 @@ class RayExecutor(Executor):
         self._spares = SpareRanks(config.parallel.num_spare_ranks)
         self._start_limit = StartLimit()
         self._memories = None
-        if config.cache.has_kept_pool and not config.model.pools:
+        if config.cache.has_cpu_cache and not config.model.pools:
             self._memories = PoolMemories(config.parallel.tensor_parallel_size)
         self._ranks: RayRanks | None = None
         self._connection: RayConnection | None = None

@@ -145,7 +145,6 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_cache: bool
     enable_cpu_prefix_cache: bool
     """Keep prefixes that are evicted from the device in CPU blocks."""
-    enable_kept_cpu_pool: bool
     """Keep the CPU blocks when ranks are replaced, so that the new ranks reuse their prefixes."""
     cpu_pool_checksums: bool
     """When a rank is replaced, drop CPU blocks with a wrong checksum."""

@@ -102,7 +102,6 @@ def test_disk_that_holds_no_block_is_rejected(
 def test_checksums_of_a_pool_that_ends_with_its_rank_are_rejected() -> None:
     for options, error in (
         (EngineOptions(executor="local", cpu_pool_checksums=True), "ray executor"),
-        (EngineOptions(cpu_pool_checksums=True, enable_kept_cpu_pool=False), "outlives its ranks"),
         (EngineOptions(cpu_pool_checksums=True, num_cpu_blocks=0), "outlives its ranks"),
     ):
         with pytest.raises(StartupError, match=f"cpu_pool_checksums needs .*{error}"):
