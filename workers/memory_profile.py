@@ -1,4 +1,4 @@
-"""Memory of a GPU: what steps and graphs need, the size of the block pools, and its release."""
+"""Memory of a GPU: the needs of steps and graphs, the size of the block pools, and its release."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class RankLifecycle:
 
     @property
     def pool_report(self) -> PoolReport:
-        """What became of the CPU pool when the cache was allocated."""
+        """The state of the CPU pool after the cache was allocated."""
         return self.worker.pool_report
 
     def import_libraries(self) -> None:

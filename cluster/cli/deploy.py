@@ -154,7 +154,7 @@ def _fetch(name: HubName, settings: HubSettings) -> Path:
 
 
 def check(paths: Sequence[Path], *, chart: Path) -> int:
-    """Print a line for each error in Helm values, and return 1 if there is one.
+    """Print a line for each error in Helm values, and return 1 after any.
 
     Files are merged as by Helm: later files win. The chart itself rejects further combinations of
     values when Helm renders it. Raises StartupError.
@@ -253,7 +253,7 @@ def _worker_errors(values: Values) -> Iterator[str]:
 
 
 def _argument_errors(values: Values) -> Iterator[str]:
-    """Yield the error of the application's arguments, if there is one."""
+    """Yield the error of the application's arguments, if any."""
     given = {
         # A folder is not looked for, as a Hub id would be checked.
         "model": values["model"].replace("s3://", "/models/s3/", 1),

@@ -158,7 +158,7 @@ class Preemptor:
         return self._size.num_lacking(head) > 0
 
     def _choose_preempted(self, head: Sequence, preempting: list[Sequence]) -> Sequence | None:
-        """Return the sequence whose row a waiting one may take, or None."""
+        """Return a sequence to preempt for the row of a waiting sequence, or None."""
         table = self._table
         if not table.running:
             return None

@@ -1,4 +1,4 @@
-"""What child processes need: frames on a socket, and a memory limit enforced by the kernel."""
+"""Tools of child processes: frames on a socket, and a memory limit enforced by the kernel."""
 
 from __future__ import annotations
 

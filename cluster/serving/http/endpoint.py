@@ -42,7 +42,7 @@ class Endpoint:
     errors: ErrorFormat = OPENAI_ERRORS
     """The format of its errors, and of errors of missing paths below its own."""
     is_counted: bool = False
-    """Whether its calls count toward the limit of open calls; those of an operation always do."""
+    """Whether its calls count toward the limit of open calls; calls of an operation always do."""
     is_health_check: bool = False
     """Whether its failures are not logged."""
 

@@ -29,7 +29,7 @@ def check_head(scope: Scope) -> None:
     url = scope.get("raw_path", b"") + scope.get("query_string", b"")
     if len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
         raise HTTPException(431, f"The head of the request exceeds {MAX_HEAD_BYTES} bytes.")
-    # Requests that did not come over a connection, such as those of a batch, have no version.
+    # Requests that did not come over a connection, such as requests of a batch, have no version.
     if "http_version" in scope and _is_ambiguous(scope["http_version"], headers):
         raise HTTPException(400, "The request is not valid HTTP.", {"connection": "close"})
 

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 MAX_REQUEST_BYTES = 4 * 2**20
-"""The longest message or body unless an operator allows longer ones."""
+"""The longest message or body unless an operator allows longer messages."""
 _BASE_BYTES = 2**20
 """Bytes for everything but prompts, such as schemas and tools."""
 _BYTES_PER_TOKEN = 8
@@ -44,8 +44,10 @@ class IntakeLimits:
     received: BufferLimits = field(default_factory=BufferLimits)
     """Memory for requests that are being received."""
     wait_s: float = 1.0
-    """How long a message waits for room in that memory. Those before it arrive within milliseconds
-    if their clients have sent all of them."""
+    """How long a message waits for room in that memory.
+
+    Earlier messages arrive within milliseconds if their clients have sent all of them.
+    """
     request_bytes: int | None = None
     """The longest message or body; None derives it from the context length."""
 
@@ -67,7 +69,7 @@ class RequestSize:
 
 
 LARGEST = RequestSize()
-"""What no model may exceed."""
+"""Limits that no model may exceed."""
 
 
 def request_size(config: EngineConfig, limits: IntakeLimits) -> RequestSize:

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ReadDeadlines:
-    """Waits for what must come within the same time. Used from the event loop only."""
+    """Waits for messages with the same time limit. Used from the event loop only."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -25,7 +25,10 @@ class ReadDeadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait_for(self, message: Awaitable[Result]) -> Result:
-        """Return what is awaited. Raises DeadlineError if it does not come in time."""
+        """Return the message.
+
+        Raises DeadlineError if it does not come in time.
+        """
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

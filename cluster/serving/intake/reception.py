@@ -83,7 +83,7 @@ class Reception:
         self._bytes = TenantBytes(limits)
         self._wait_s = wait_s
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """The sizes that tenants wait for; the tenant whose turn it is comes first."""
+        """The sizes that tenants wait for, in the order of the tenants' turns."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +133,7 @@ class Reception:
                 line.remove(entry)
             if not line:
                 self._waiting.pop(tenant, None)
-            # Those behind it may need less room.
+            # Requests behind it may need less room.
             self._admit_waiting()
             if isinstance(error, TimeoutError):
                 self.check_room(tenant, num_bytes)
@@ -155,13 +155,13 @@ class Reception:
         return self._bytes.full_scope(tenant, num_bytes) is None
 
     def _admit_waiting(self) -> None:
-        """Give room to those that wait for it, one of each tenant after another."""
+        """Give room to waiting requests, a request of each tenant in turn."""
         has_admitted = True
         while has_admitted:
             has_admitted = False
             for tenant, line in list(self._waiting.items()):
                 num_bytes, given = line[0]
-                # One that is cancelled has not removed itself yet.
+                # A cancelled request has not removed itself yet.
                 if not given.cancelled() and not self._fits(tenant, num_bytes):
                     continue
                 has_admitted = True

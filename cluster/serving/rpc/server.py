@@ -111,7 +111,7 @@ class GrpcServer:
         await self._health.set_serving(is_serving)
 
     async def stop_server(self, grace_s: float) -> None:
-        """Reject new calls and cancel those that still run after `grace_s`."""
+        """Reject new calls and cancel calls that still run after `grace_s`."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
