@@ -240,7 +240,6 @@ class Planner:
             budget.num_other_tokens += num_tokens
         if num_computed == sequence.prefill_end:
             sequence.is_prefill = False
-            sequence.num_prefilled = num_computed
             budget.first_share = budget.first_share or share
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
             sequence.prompt_step = budget.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
@@ -111,7 +110,6 @@ class Sequence:
         "num_computed",
         "num_initial_tokens",
         "num_preemptions",
-        "num_prefilled",
         "num_prompt_tokens",
         "order",
         "prefill_end",
@@ -168,8 +166,6 @@ class Sequence:
         self.unchecked_until = 0
         """While `num_computed` is less, its next token is planned without examining its state; 0
         if that is not known."""
-        self.num_prefilled = sys.maxsize
-        """Tokens that were known when the prefill of its blocks ended; the maximum before."""
         self.prompt_step: int | None = None
         """The step that completed the prompt in the current blocks."""
         self.ready_step = -1
@@ -244,7 +240,7 @@ class Sequence:
     @property
     def has_sampled(self) -> bool:
         """Whether a token was sampled from the current blocks."""
-        return len(self.token_ids) > self.num_prefilled
+        return not self.is_prefill and len(self.token_ids) > self.prefill_end
 
     @property
     def is_deferred(self) -> bool:
@@ -269,7 +265,6 @@ class Sequence:
         self.prefill_end = self.length
         self.num_computed = 0
         self.is_prefill = True
-        self.num_prefilled = sys.maxsize
         self.prompt_step = None
 
 

@@ -1,25 +1,33 @@
 """A scheduler with a fake worker, both checked after every operation."""
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from cluster.scheduling.event import TokenEvent
+import random
+from typing import TYPE_CHECKING, Any
+
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
-from pagedray.request import Request
+from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords
+from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords, undisturbed
 from tests.scheduling.invariants import Invariants
-from tests.scheduling.masks.random_masks import RandomMasks
-from tests.scheduling.results import Results
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
 
+__all__ = ["RandomMasks"]
+
 HASH_KEY = b"a key that tests share"
+_COSTLY = 0.2
+"""How many of the masks are."""
+_FREE = 0.1
+"""How many of the masks are the last ones of their sequences."""
 
 
 class Harness:
@@ -376,3 +384,106 @@ class Harness:
             block_copy_s=self._block_copy_s,
             token_s=self._token_s,
         )
+
+
+class _Matcher:
+    error = ""
+    is_costly = False
+    is_free = False
+    num_tokens = -1
+    """Tokens before the mask that was made last."""
+
+
+class RandomMasks:
+    """Makes each mask at one of the calls that ask for it."""
+
+    num_mask_bytes = 1
+
+    def __init__(self, seed: int = 0) -> None:
+        self.lateness = 0.5
+        """How many of the masks are not made at a call."""
+        self._random = random.Random(seed)
+
+    def matcher(self, request: Request) -> _Matcher:
+        return _Matcher()
+
+    def masks(
+        self,
+        # Any: what `matcher` returns.
+        asked: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[bytes | FinishReason | None]:
+        return [self._mask(matcher, len(token_ids)) for matcher, token_ids in asked]
+
+    def _mask(self, matcher: _Matcher, num_tokens: int) -> bytes | None:
+        if matcher.num_tokens != num_tokens:
+            if self._random.random() < self.lateness:
+                return None
+            matcher.num_tokens = num_tokens
+            matcher.is_costly = self._random.random() < _COSTLY
+            matcher.is_free = self._random.random() < _FREE
+        return b"\xff"
+
+
+class Results:
+    """The events of all requests, checked as they arrive."""
+
+    def __init__(
+        self, requests: Mapping[str, Request], *, max_model_len: int, seeds: SeedRecords
+    ) -> None:
+        self._requests = requests
+        self._max_model_len = max_model_len
+        self._seeds = seeds
+        self.events: list[TokenEvent] = []
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        """What sequences generated, by request and index."""
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        """Why sequences ended, unless the caller finished them."""
+        self._finished_by_caller: set[tuple[str, int]] = set()
+
+    def expect(self, request: Request) -> None:
+        """Expect events of the open sequences of a request, which may have tokens already."""
+        generated = request.generated_token_ids
+        for index in request.open_indices:
+            known = generated[index] if generated else None
+            self.tokens[request.id, index] = list(known or ())
+
+    def note(self, events: Iterable[TokenEvent]) -> None:
+        """Add events. None follows the end of its sequence."""
+        for event in events:
+            key = (event.request_id, event.index)
+            assert key not in self.reasons, "an event follows the last"
+            assert key not in self._finished_by_caller
+            self.tokens[key] += event.token_ids
+            assert event.num_prompt_tokens == len(self._requests[key[0]].prompt_token_ids)
+            if event.finish_reason is not None:
+                self.reasons[key] = event.finish_reason
+            self.events.append(event)
+
+    def note_finish(self, request_id: str, index: int) -> None:
+        """Expect no more events of a sequence, which the caller finishes."""
+        if (request_id, index) not in self.reasons:
+            self._finished_by_caller.add((request_id, index))
+
+    def check_complete(self) -> None:
+        """Check that each sequence ended once, with its expected tokens."""
+        for (request_id, index), token_ids in self.tokens.items():
+            request = self._requests[request_id]
+            reason = self.reasons.get((request_id, index))
+            assert (reason is None) == ((request_id, index) in self._finished_by_caller)
+            expected, expected_reason = undisturbed(
+                request,
+                index,
+                max_model_len=self._max_model_len,
+                bad_length=self._seeds.bad_lengths.get(request.seed),
+            )
+            has_read_bad = (request.seed, index) in self._seeds.bad_sequences
+            if reason in (None, FinishReason.ABORT) or (
+                has_read_bad and reason is FinishReason.ERROR
+            ):
+                assert token_ids == expected[: len(token_ids)]
+            else:
+                assert token_ids == expected
+                assert reason is expected_reason

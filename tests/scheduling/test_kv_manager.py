@@ -1,8 +1,11 @@
+from __future__ import annotations
+
 import pytest
 
+from cluster.scheduling.kv_manager import KvManager, KvOptions
 from pagedray.batch import BlockCopy
-from tests.scheduling.blocks.test_block_pool import state_of
 from tests.scheduling.kv_sequences import make_manager, make_sequences, run_prompt
+from tests.scheduling.test_block_pool import state_of
 
 
 def test_admitted_sequence_has_blocks_for_its_tokens() -> None:
@@ -306,3 +309,37 @@ def test_blocks_of_a_released_sequence_are_kept(
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)
     assert kv.keeps_released(sequence) == expected
+
+
+@pytest.mark.parametrize(
+    ("is_enabled", "has_cpu_tier", "num_cpu_blocks", "num_disk_blocks", "tiers"),
+    [
+        (True, True, 8, 16, (True, True, True)),
+        (True, True, 8, 0, (True, True, False)),
+        (True, True, 0, 16, (True, False, False)),
+        (True, False, 8, 16, (True, False, False)),
+        (False, True, 8, 16, (False, False, False)),
+    ],
+)
+def test_a_tier_needs_the_one_above_it(
+    is_enabled: bool,
+    has_cpu_tier: bool,
+    num_cpu_blocks: int,
+    num_disk_blocks: int,
+    tiers: tuple[bool, bool, bool],
+) -> None:
+    kv = KvManager(
+        KvOptions(
+            block_size=4,
+            num_blocks=8,
+            num_cpu_blocks=num_cpu_blocks,
+            num_disk_blocks=num_disk_blocks,
+            enable_prefix_cache=is_enabled,
+            enable_cpu_prefix_cache=has_cpu_tier,
+        ),
+        costs=None,
+        max_num_tokens=100,
+    )
+    assert (kv.device.is_enabled, kv.cpu.is_enabled, kv.disk is not None) == tiers
+    # Sequences may be swapped out without a cache.
+    assert kv.cpu_pool.num_blocks == num_cpu_blocks

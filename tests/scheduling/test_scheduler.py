@@ -1,12 +1,26 @@
+from __future__ import annotations
+
+import random
+import tracemalloc
+from array import array
+from typing import TYPE_CHECKING
+
 import pytest
 
-from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.scheduler import Deadlines
+from cluster.scheduling.sequence import ActiveRequest
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.errors import CapacityError, InvalidRequestError, OverloadedError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.scheduling.fake_worker import EOS
 from tests.scheduling.harness import Harness
+
+if TYPE_CHECKING:
+    from cluster.scheduling.scheduler import Scheduler
+
+N = 64
+NUM_TOKENS = 20_000
 
 
 def planned(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
@@ -314,3 +328,60 @@ def test_every_sequence_continues_after_a_reset() -> None:
     harness.replace_worker()
     harness.drain()
     assert set(harness.results.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_siblings_that_wait_share_one_prompt() -> None:
+    harness = Harness(num_blocks=6000, max_model_len=NUM_TOKENS + 10, enable_prefix_cache=False)
+    prompt = [5] * NUM_TOKENS
+    tracemalloc.start()
+    harness.add(prompt, n=N, max_tokens=2)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    # The client's tuple has 8 bytes for each token, and the shared copy 4.
+    assert size < 16 * NUM_TOKENS
+    assert len({id(sequence.token_ids) for sequence in harness.sequences}) == 1
+
+
+def test_what_siblings_generate_is_their_own() -> None:
+    harness = Harness()
+    request = harness.add([1] * 6, n=3)
+    harness.drain()
+    kept = [sequence.token_ids for sequence in harness.sequences]
+    assert [list(one[6:]) for one in kept] == [harness.results.tokens[request, i] for i in range(3)]
+    assert harness.sequences[0].active.prompt.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_requests_end_at_their_deadlines_whichever_others_ended_before(seed: int) -> None:
+    draws = random.Random(seed)
+    requests: dict[str, ActiveRequest] = {}
+    deadlines = Deadlines(requests)
+    for number in range(400):
+        add(requests, deadlines, number, deadline_s=draws.uniform(0.0, 100.0))
+    # Entries of ended requests are removed when another one is added.
+    for request_id in draws.sample(sorted(requests), 300):
+        del requests[request_id]
+    add(requests, deadlines, 400, deadline_s=50.0)
+    assert len(deadlines) == len(requests) == 101
+    for now_s in range(101):
+        late = {id for id, one in requests.items() if (one.request.deadline_s or 0.0) <= now_s}
+        due = deadlines.take_due(now_s)
+        assert sorted(due) == sorted(late)
+        for request_id in due:
+            del requests[request_id]
+    assert not requests
+
+
+def add(
+    requests: dict[str, ActiveRequest], deadlines: Deadlines, number: int, *, deadline_s: float
+) -> None:
+    request = Request(
+        id=str(number),
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(),
+        seed=0,
+        deadline_s=deadline_s,
+    )
+    prompt = array("I", request.prompt_token_ids)
+    requests[request.id] = ActiveRequest(request, prompt=prompt, arrival=0, max_model_len=9)
+    deadlines.add_request(request)

@@ -11,7 +11,7 @@ from cluster.scheduling.sequence_table import SequenceQueue
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness
-from tests.scheduling.planning.test_policy import make_sequence
+from tests.scheduling.test_policy import make_sequence
 
 BOUND = GRACE_STEPS + 10
 """Steps for which those that pass may delay a sequence: until it is found due, their grace, and

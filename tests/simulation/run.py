@@ -17,7 +17,7 @@ from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import unused_model
 from tests.scheduling.fake_worker import EOS, undisturbed
-from tests.scheduling.masks.random_masks import RandomMasks
+from tests.scheduling.harness import RandomMasks
 from tests.simulation.simulated_ranks import SimulatedRanks
 from tests.simulation.world import World
 

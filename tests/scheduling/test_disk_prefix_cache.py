@@ -1,7 +1,7 @@
 from cluster.scheduling.prefix_cache import BlockKey
 from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy, DiskReport
-from tests.scheduling.blocks.test_cpu_prefix_cache import key_of, make_cpu_cache, save
+from tests.scheduling.test_cpu_prefix_cache import key_of, make_cpu_cache, save
 
 KEYS = [key_of(number, number) for number in range(12)]
 

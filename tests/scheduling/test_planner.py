@@ -1,13 +1,22 @@
 """Forks and preemption, seen from the plans."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import pytest
 
+from bench.scheduler.cases import WORKLOADS, Workload, throughput_of_pool, throughput_of_preemption
 from cluster.scheduling.sequence import SequenceState
 from pagedray.batch import BlockCopy, StepPlan
-from pagedray.config import Preemption
 from pagedray.request import FinishReason
 from tests.scheduling.fake_worker import known_tokens
 from tests.scheduling.harness import Harness
+
+if TYPE_CHECKING:
+    from pagedray.config import Preemption
+
+SLOW: tuple[Workload, ...] = ("shared prefix", "long prompts")
 
 
 def crowded(preemption: Preemption, *, num_cpu_blocks: int = 8) -> Harness:
@@ -309,3 +318,23 @@ def test_newcomer_leaves_a_block_for_each_running_sequence() -> None:
     harness.schedule()
     assert harness.scheduler.num_waiting == 1
     harness.drain()
+
+
+@pytest.mark.parametrize("has_limit", [True, False])
+def test_a_pool_that_is_too_small_costs_little_throughput(has_limit: bool) -> None:
+    # Without a limit each sequence may grow to a length of which the pool holds hardly one.
+    fitting = throughput_of_pool(1.1, has_limit=has_limit)
+    small = throughput_of_pool(0.9, has_limit=has_limit)
+    assert small > 0.95 * fitting
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(one, marks=[pytest.mark.slow] if one in SLOW else []) for one in WORKLOADS],
+)
+def test_auto_is_as_good_as_the_better_of_swapping_and_recomputing(workload: Workload) -> None:
+    swapped, recomputed, chosen = (
+        throughput_of_preemption(workload, preemption)
+        for preemption in ("swap", "recompute", "auto")
+    )
+    assert chosen > 0.95 * max(swapped, recomputed)

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+from array import array
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from cluster.scheduling.kv_manager import KvOptions
+from cluster.scheduling.prefix_cache import BlockKey, PrefixCache, PromptKeys
+from cluster.scheduling.scheduler import Scheduler
+from pagedray.batch import StepOutput
+from pagedray.config import SchedulerConfig
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Request
+from pagedray.sampling_params import SamplingParams
+
+KEY = b"k" * 32
+BLOCK_SIZE = 2
+ROOT = b"root"
+
+NUM_TOKENS = 6000
+
+
+def make_cache(hash_key: bytes = KEY) -> PrefixCache:
+    return PrefixCache(hash_key, num_blocks=16, is_enabled=True)
+
+
+def tokens(*token_ids: int) -> array[int]:
+    return array("I", token_ids)
+
+
+def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
+    cache = make_cache()
+    first = cache.key_after(cache.root("a"), tokens(1, 2))
+    second = cache.key_after(first.digest, tokens(3, 4))
+    assert cache.add_block(first, 10)
+    assert cache.add_block(second, 11)
+    again = cache.key_after(cache.root("a"), tokens(1, 2))
+    assert cache.find_block(again) == 10
+    assert cache.find_block(cache.key_after(again.digest, tokens(3, 4))) == 11
+
+
+def test_equal_tokens_after_other_tokens_are_another_block() -> None:
+    cache = make_cache()
+    parents = [cache.key_after(cache.root("a"), tokens(token, 2)).digest for token in (0, 1)]
+    cache.add_block(cache.key_after(parents[0], tokens(3, 4)), 10)
+    assert cache.find_block(cache.key_after(parents[1], tokens(3, 4))) is None
+
+
+def test_tenants_share_nothing() -> None:
+    cache = make_cache()
+    cache.add_block(cache.key_after(cache.root("a"), tokens(1, 2)), 10)
+    assert cache.find_block(cache.key_after(cache.root("b"), tokens(1, 2))) is None
+
+
+def test_salts_share_nothing() -> None:
+    cache = make_cache()
+    cache.add_block(cache.key_after(cache.root("a", "one"), tokens(1, 2)), 10)
+    assert cache.find_block(cache.key_after(cache.root("a"), tokens(1, 2))) is None
+    assert cache.find_block(cache.key_after(cache.root("a", "two"), tokens(1, 2))) is None
+    assert cache.find_block(cache.key_after(cache.root("a", "one"), tokens(1, 2))) == 10
+
+
+def test_salt_that_spells_tokens_is_not_a_block_of_them() -> None:
+    cache = make_cache()
+    first_tokens = tokens(65, 66)
+    salt = first_tokens.tobytes().decode()
+    first = cache.key_after(cache.root("a"), first_tokens)
+    cache.add_block(cache.key_after(first.digest, tokens(3, 4)), 10)
+    assert cache.find_block(cache.key_after(cache.root("a", salt), tokens(3, 4))) is None
+
+
+def test_digests_depend_on_the_process_key() -> None:
+    digests = {
+        cache.key_after(cache.root("a"), tokens(1, 2)).digest
+        for cache in (make_cache(), make_cache(b"other"))
+    }
+    assert len(digests) == 2
+
+
+def test_equal_digest_of_other_tokens_is_no_hit() -> None:
+    cache = make_cache()
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
+    cache.add_block(key, 10)
+    assert cache.find_block(BlockKey(key.digest, b"other tokens")) is None
+
+
+def test_first_of_two_equal_blocks_is_known() -> None:
+    cache = make_cache()
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
+    assert cache.add_block(key, 10)
+    assert not cache.add_block(key, 11)
+    assert cache.find_block(key) == 10
+    assert len(cache) == 1
+
+
+def test_forgotten_block_is_not_found() -> None:
+    cache = make_cache()
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
+    cache.add_block(key, 10)
+    cache.forget_block(10)
+    cache.forget_block(10)
+    assert cache.find_block(key) is None
+    assert len(cache) == 0
+
+
+def test_tenant_with_a_lone_surrogate_has_a_root() -> None:
+    assert len(make_cache().root("\ud800")) == 32
+
+
+def test_blocks_are_not_proven_after_all_contents_were_lost() -> None:
+    cache = make_cache()
+    key = cache.key_after(cache.root("a"), tokens(1, 2))
+    cache.add_block(key, 10)
+    cache.mark_verified([10])
+    assert cache.is_verified(10)
+    cache.clear()
+    assert cache.add_block(key, 10)
+    assert not cache.is_verified(10)
+
+
+def found_one_by_one(
+    cache: PrefixCache, token_ids: array[int], num_blocks: int
+) -> tuple[list[BlockKey], list[int]]:
+    """Return the keys that are looked up, and the blocks that are found."""
+    keys: list[BlockKey] = []
+    hits: list[int] = []
+    parent = ROOT
+    for first in range(0, num_blocks * BLOCK_SIZE, BLOCK_SIZE):
+        keys.append(cache.key_after(parent, token_ids[first : first + BLOCK_SIZE]))
+        block = cache.find_block(keys[-1])
+        if block is None:
+            break
+        parent = keys[-1].digest
+        hits.append(block)
+    return keys, hits
+
+
+@given(
+    st.lists(st.integers(0, 1), min_size=2, max_size=13),
+    st.lists(st.integers(0, 1), max_size=13),
+    st.integers(0, 6),
+    st.none() | st.integers(0, 5),
+    st.none() | st.integers(0, 5),
+)
+def test_prefix_is_what_single_look_ups_find(
+    cached: list[int],
+    wanted: list[int],
+    num_known: int,
+    renewed: int | None,
+    forged: int | None,
+) -> None:
+    cache = PrefixCache(b"key", num_blocks=16, is_enabled=True)
+    parent = ROOT
+    for block in range(len(cached) // BLOCK_SIZE):
+        tokens = array("I", cached[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE])
+        key = cache.key_after(parent, tokens)
+        if block == renewed:
+            cache.invalidate_key(parent, key)
+            key = cache.key_after(parent, tokens)
+        # Other tokens with the same digest.
+        content = b"other" if block == forged else key.token_bytes
+        assert cache.add_block(BlockKey(key.digest, content), block)
+        parent = key.digest
+    token_ids = array("I", wanted)
+    num_blocks = len(token_ids) // BLOCK_SIZE
+    keys, hits = found_one_by_one(cache, token_ids, num_blocks)
+    known = keys[:num_known]
+    assert hits == cache.find_prefix(
+        known, ROOT, token_ids, num_blocks=num_blocks, block_size=BLOCK_SIZE
+    )
+    assert known == keys
+
+
+def make_scheduler() -> Scheduler:
+    return Scheduler(
+        config=SchedulerConfig(max_num_batched_tokens=8192),
+        kv=KvOptions(
+            block_size=16,
+            num_blocks=1000,
+            num_cpu_blocks=0,
+            enable_cpu_prefix_cache=False,
+            hash_key=b"key",
+        ),
+        max_model_len=8192,
+    )
+
+
+def make_request(name: str, *, token_id: int = 1) -> Request:
+    return Request(
+        id=name,
+        prompt_token_ids=(token_id,) * NUM_TOKENS,
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        tenant="one",
+        cache_salt="salt",
+    )
+
+
+def run(scheduler: Scheduler) -> int:
+    """Run one step and return its number of tokens."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.update(StepOutput(plan.step, [7]))
+    scheduler.acknowledge(plan.step)
+    return plan.num_tokens
+
+
+def test_steps_hash_nothing_of_a_prompt_that_was_hashed_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler()
+    requests = [make_request("first"), make_request("second")]
+    prompts = [scheduler.prepare_prompt(request) for request in requests]
+
+    # Nothing else can hash: there is no other hash with the key.
+    monkeypatch.delattr(PrefixCache, "_keyed_hash")
+    scheduler.add_request(requests[0], prompts[0])
+    assert run(scheduler) == NUM_TOKENS
+    scheduler.add_request(requests[1], prompts[1])
+    # All full blocks but the one with the last token are found.
+    assert run(scheduler) == 16
+
+
+def test_keys_are_those_that_steps_compute() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("first"))
+    run(scheduler)
+    request = make_request("second")
+    scheduler.add_request(request, scheduler.prepare_prompt(request))
+    assert run(scheduler) == 16
+
+
+def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
+    scheduler = make_scheduler()
+    first, second = make_request("first"), make_request("second")
+    prompt = scheduler.prepare_prompt(second)
+    scheduler.add_request(first)
+    plan = scheduler.schedule()
+    assert plan is not None
+    # Its logits are not finite, so that no later request may find its blocks.
+    scheduler.update(StepOutput(plan.step, [-1]))
+    scheduler.acknowledge(plan.step)
+    scheduler.add_request(second, prompt)
+    assert run(scheduler) == NUM_TOKENS
+    again = make_request("again")
+    scheduler.add_request(again)
+    assert run(scheduler) == 16
+
+
+class InterruptedCache(PrefixCache):
+    """Hashes a prompt whenever another one is hashed, as another thread may."""
+
+    __slots__ = ("found",)
+
+    found: list[PromptKeys] | None
+
+    def hash_again(self) -> PromptKeys:
+        return self.hash_prompt(array("I", (1, 2, 3, 4)), block_size=2, tenant="one", salt="")
+
+    def _digest(self, content: bytes) -> bytes:
+        found, self.found = self.found, None
+        if found is not None:
+            found.append(self.hash_again())
+            self.found = found
+        return super()._digest(content)
+
+
+def test_keys_hashed_while_others_are_renewed_are_of_the_revision_before() -> None:
+    cache = InterruptedCache(b"key", num_blocks=4, is_enabled=True)
+    cache.found = None
+    (old, _), revision = cache.hash_again()
+    found: list[PromptKeys] = []
+    cache.found = found
+    cache.invalidate_key(cache.root("one"), old)
+    cache.found = None
+    assert cache.hash_again().keys[0] != old
+    assert [one.revision for one in found if one.keys[0] == old] == [revision] * len(found)
+
+
+@pytest.mark.parametrize("token_id", [2**31, -1])
+def test_prompt_with_an_invalid_token_is_rejected(token_id: int) -> None:
+    with pytest.raises(InvalidRequestError, match="Token ids must be from 0 to 2147483647"):
+        make_scheduler().prepare_prompt(make_request("bad", token_id=token_id))
