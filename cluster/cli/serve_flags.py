@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.cli.flag import count, group_of, names, seconds
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
-from cluster.serving.reasoning.formats import REASONING_FORMATS
+from cluster.serving.reasoning import REASONING_FORMATS
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from cluster.serving.beam_search import (
     beam_step,
     check_length_penalty,
 )
-from cluster.serving.reasoning.reasoning_reader import ReasoningReader
+from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from cluster.serving.tools.channel_reader import ChannelTexts

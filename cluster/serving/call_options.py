@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.reasoning.formats import ReasoningFormat
+from cluster.serving.reasoning import ReasoningFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 
 __all__ = ["CallOptions"]

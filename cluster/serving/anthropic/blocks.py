@@ -10,7 +10,7 @@ from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
-from cluster.serving.tools.call_id import MAX_ID_LENGTH, check_id
+from cluster.serving.tools.tool import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

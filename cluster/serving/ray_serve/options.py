@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cluster.engine.engine_options import EngineOptions
 from cluster.engine.vllm_options import VLLM_NAMES, checked_options, own_options
-from cluster.serving.reasoning.formats import ReasoningFormat
+from cluster.serving.reasoning import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.errors import StartupError

@@ -7,31 +7,119 @@ call, all else is content.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cluster.serving.text.marks import overlap
-from cluster.serving.tools.channel_headers import (
-    END_MARKS,
-    MAX_HEADER_LENGTH,
-    MESSAGE_MARK,
-    START_MARK,
-    begins_header,
-    is_cut_header,
-    read_header,
-)
 from cluster.serving.tools.turn_reader import NO_ARGUMENTS, ArgumentsReader
-from pagedray.reasoning import WHITESPACE
+from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from cluster.serving.tools.turn_reader import ToolSchemas, TurnDelta, TurnReader
 
-__all__ = ["ChannelReader", "ChannelTexts"]
+__all__ = [
+    "ANSWER_HEADER",
+    "CHANNEL_MARK",
+    "END_MARKS",
+    "MAX_HEADER_LENGTH",
+    "MESSAGE_MARK",
+    "START_MARK",
+    "ChannelReader",
+    "ChannelTexts",
+    "ChannelTokens",
+    "begins_header",
+    "call_header",
+    "read_header",
+]
+
+CHANNEL_MARK = "<|channel|>"
+MESSAGE_MARK = "<|message|>"
+START_MARK = "<|start|>"
+END_MARKS = ("<|end|>", "<|call|>", "<|return|>", START_MARK)
+"""The marks that end a message; the last mark also begins the next message."""
+MAX_HEADER_LENGTH = 512
+ANSWER_HEADER = f"{START_MARK}assistant{CHANNEL_MARK}final{MESSAGE_MARK}"
+"""The header of an answer, as the model writes it after its reasoning."""
+_FUNCTIONS = "functions."
+_HEADER_STARTS = (CHANNEL_MARK, START_MARK, MESSAGE_MARK)
+_FIRST_STARTS = (*_HEADER_STARTS, "to=")
+_MAX_BEGIN_LENGTH = MAX_WHITESPACE + 16
+"""Length of the text that shows whether a header begins."""
+_CHANNEL = re.compile(re.escape(CHANNEL_MARK) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NO_HEADER = re.compile(re.escape(START_MARK) + r"[^\w<]")
+"""A mark without the role that follows it in a header."""
+_CUT_HEADER = re.compile(
+    r"\s*+(?:<\|start\|>(?:[\w.:-]++\s*+)?+)?+"
+    r"(?:to=[^\s<]*+\s*+)?+"
+    r"(?:<\|channel\|>\s*+(?:\w++\s*+)?+)?+"
+    r"(?:to=[^\s<]*+\s*+)?+"
+    r"(?:<\|constrain\|>\s*+)?+(?:\w++\s*+)?+"
+    r"(?:<(?:\|\w*+\|?+)?+)?+"
+)
+"""A header of which the end is missing."""
+
+_END = re.compile("|".join(map(re.escape, END_MARKS)))
+_MAX_END_LENGTH = max(map(len, END_MARKS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The fields of a message's header."""
+
+    kind: Literal["call", "content", "reasoning"]
+    function: str = ""
+    """The function of a call."""
+    has_recipient: bool
+
+
+def call_header(function: str) -> str:
+    """Return the header of a call, as the model writes it."""
+    channel = f"{CHANNEL_MARK}commentary to={_FUNCTIONS}{function} <|constrain|>json"
+    return f"{START_MARK}assistant{channel}{MESSAGE_MARK}"
+
+
+def read_header(text: str, tool_names: Collection[str]) -> Header:
+    """Return the fields of a header, given its text before `<|message|>`."""
+    channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
+    name = "" if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
+    has_recipient = recipient is not None
+    if name in tool_names:
+        return Header(kind="call", function=name, has_recipient=has_recipient)
+    is_reasoning = channel is not None and channel[1] == "analysis"
+    return Header(kind="reasoning" if is_reasoning else "content", has_recipient=has_recipient)
+
+
+def begins_header(text: str, *, is_first: bool) -> bool | None:
+    """Return whether the text where a message may begin is a header; None if undecided."""
+    starts = _FIRST_STARTS if is_first else _HEADER_STARTS
+    begun = text[:_MAX_BEGIN_LENGTH].lstrip(WHITESPACE)
+    num_whitespace = min(len(text), _MAX_BEGIN_LENGTH) - len(begun)
+    if num_whitespace > MAX_WHITESPACE or _NO_HEADER.match(begun):
+        return False
+    if begun.startswith(starts) and begun != START_MARK:
+        return True
+    return None if any(one.startswith(begun) for one in starts) else False
+
+
+def is_cut_header(text: str) -> bool:
+    """Return whether a text without `<|message|>` is a header of which the end is missing."""
+    if len(text) > MAX_HEADER_LENGTH or _CUT_HEADER.fullmatch(text) is None:
+        return False
+    return CHANNEL_MARK in text or START_MARK in text
+
 
 _Where: TypeAlias = Literal["start", "between", "header", "reasoning", "call", "behind", "content"]
+
+
 _REASONING_ENDS = END_MARKS[:1]
+
+
 _REASONING_END = re.compile(re.escape(END_MARKS[0]))
+
+
 _ANY_END = re.compile("|".join(map(re.escape, END_MARKS)))
 
 
@@ -209,3 +297,72 @@ class ChannelTexts:
             return read.reasoning, read.content
         rest = self._reader.flush()
         return read.reasoning + rest.reasoning, read.content + rest.content
+
+
+class ChannelTokens:
+    """Follows the tokens of one turn."""
+
+    def __init__(self, tool_names: Collection[str], *, is_open: bool = False) -> None:
+        """`is_open` is true if the prompt has begun a message of reasoning."""
+        self.num_reasoning = 0
+        """Tokens of the reasoning so far, with its marks."""
+        self._tool_names = tool_names
+        self._is_first = True
+        self._is_reasoning = self._is_body = is_open
+        self._end = _REASONING_END if is_open else _END
+        self._tail = ""
+        """A part of a header, or the end of a message that may be a part of a mark."""
+        self._sizes: list[int] = []
+        """The characters of each token in a header."""
+
+    def add_token(self, token: bytes) -> None:
+        """Add a token, which may be special, by its text."""
+        # Marks are ASCII, so other characters need not be whole.
+        text = token.decode("latin-1")
+        self._tail += text
+        self._sizes.append(len(text))
+        self.num_reasoning += self._is_reasoning
+        while self._read_body() if self._is_body else self._read_header():
+            pass
+
+    def _read_body(self) -> bool:
+        """Return whether the message has ended."""
+        found = self._end.search(self._tail)
+        if found is None:
+            self._tail, self._sizes = self._tail[-_MAX_END_LENGTH:], []
+            return False
+        # This mark is a part of the next header.
+        place = found.start() if found[0] == START_MARK else found.end()
+        self._tail = self._tail[place:]
+        self._sizes = [len(self._tail)]
+        self._is_body = self._is_reasoning = self._is_first = False
+        return True
+
+    def _read_header(self) -> bool:
+        """Return whether the header has ended, or there is none."""
+        is_header = begins_header(self._tail, is_first=self._is_first)
+        place = self._tail.find(MESSAGE_MARK) if is_header else -1
+        if is_header is None or (is_header and place < 0 and len(self._tail) <= MAX_HEADER_LENGTH):
+            return False
+        self._is_body, self._end = True, _END
+        if place < 0:
+            # The mark at which no header begins is text.
+            begun = self._tail.lstrip()
+            self._tail = begun.removeprefix(START_MARK)
+            return True
+        header = read_header(self._tail[:place], self._tool_names)
+        if header.kind == "reasoning":
+            self._is_reasoning = True
+            self._end = _END if header.has_recipient else _REASONING_END
+            self.num_reasoning += self._num_tokens_from(self._tail.index(CHANNEL_MARK))
+        self._tail = self._tail[place + len(MESSAGE_MARK) :]
+        return True
+
+    def _num_tokens_from(self, place: int) -> int:
+        """Return how many tokens have a part of the header from a place on."""
+        end = len(self._tail)
+        for number, size in enumerate(reversed(self._sizes)):
+            if end <= place:
+                return number
+            end -= size
+        return len(self._sizes)

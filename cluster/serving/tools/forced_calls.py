@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.json_bodies.json_text import json_text
-from cluster.serving.tools.bare_schema import bare_schema
-from cluster.serving.tools.channel_headers import ANSWER_HEADER, call_header
+from cluster.serving.tools.channel_reader import ANSWER_HEADER, call_header
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
+from cluster.structured.grammar.schema_keywords import ANNOTATIONS, KNOWN
 from cluster.structured.grammar.turn import MessageForm, MessagesStructure, TurnStructure
 from pagedray.errors import InvalidRequestError
 from pagedray.structure import Structure
@@ -27,6 +27,7 @@ __all__ = [
     "check_length",
     "list_structure",
     "message_structure",
+    "schema_without_text",
     "turn_structure",
 ]
 
@@ -34,10 +35,15 @@ _MAX_DEPTH = 100
 _CALL = "any call"
 """A name that no tool has."""
 
+_OF_SCHEMAS = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+"""Keywords with schemas by name."""
+_OF_VALUES = frozenset(("const", "enum", "required"))
+"""Keywords with values that have no schemas."""
+
 
 def call_structure(tool: Tool, param: str) -> Structure:
     """Return the structure of a tool's arguments."""
-    return _structure(bare_schema(tool.schema()), param)
+    return _structure(schema_without_text(tool.schema()), param)
 
 
 def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Structure:
@@ -64,7 +70,7 @@ def message_structure(tools: Sequence[Tool], param: str, answer: Structure | Non
     headers: list[tuple[str, str]] = []
     num_characters = 0
     for tool in tools:
-        text = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
+        text = json_text(schema_without_text(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(text)
         check_length(num_characters, param)
         # Names have no whitespace, so no name is the beginning of another name.
@@ -111,7 +117,7 @@ def _call_schema(
     calls: list[dict[str, object]] = []
     num_characters = 0
     for tool in tools:
-        schema = bare_schema(tool.schema())
+        schema = schema_without_text(tool.schema())
         parameters = _hoisted(tool.name, schema, definitions, param)
         num_characters += len(json_text(schema, param, most_bytes=MAX_TEXT_BYTES))
         check_length(num_characters, param)
@@ -188,3 +194,27 @@ def _reference(given: str, hoisting: _Hoisting) -> str:
         f"{hoisting.tool_name!r}; it must refer to a part of them, such as #/$defs/name.",
         param=hoisting.param,
     )
+
+
+def schema_without_text(schema: Mapping[str, object]) -> dict[str, object]:
+    """Return a schema that allows the same values, without keywords that do not restrict them."""
+    return {
+        keyword: _bare_part(keyword, part)
+        for keyword, part in schema.items()
+        if keyword in _OF_SCHEMAS or keyword not in ANNOTATIONS
+    }
+
+
+def _bare_part(keyword: str, part: object) -> object:
+    # Keywords that are not known may have definitions by names.
+    if keyword in _OF_VALUES or keyword not in KNOWN:
+        return part
+    if keyword in _OF_SCHEMAS and isinstance(part, Mapping):
+        return {name: _bare(schema) for name, schema in part.items()}
+    if isinstance(part, list):
+        return [_bare(schema) for schema in part]
+    return _bare(part)
+
+
+def _bare(schema: object) -> object:
+    return schema_without_text(schema) if isinstance(schema, Mapping) else schema

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from cluster.serving.tools.tool_call_object import ToolCallObject
+from cluster.serving.tools.object_text import MAX_DEPTH, ObjectText
 from cluster.serving.tools.turn_reader import ArgumentsReader, TurnReader
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas
 
 __all__ = [
+    "DEEPSEEK_BEGIN",
+    "DEEPSEEK_CALL_BEGIN",
+    "DEEPSEEK_CALL_END",
+    "DEEPSEEK_END",
+    "DEEPSEEK_SEPARATOR",
     "HERMES_BEGIN",
     "HERMES_END",
     "LLAMA_BEGIN",
     "MISTRAL_BEGIN",
     "ChoiceReader",
+    "DeepSeekReader",
     "HermesReader",
     "ListReader",
     "LlamaReader",
@@ -37,6 +44,21 @@ _ListPlace: TypeAlias = Literal[
 ]
 _EXCESS = re.compile(r"(?:\s*[}\]),;])+")
 """Excess characters that models write behind a call."""
+_ARGUMENTS = ("arguments", "parameters")
+_MAX_HEAD_LENGTH = 4096
+"""The most characters of an object before its name, without its arguments."""
+
+DEEPSEEK_BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+DEEPSEEK_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+DEEPSEEK_CALL_BEGIN = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
+DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_MARKS = (DEEPSEEK_CALL_BEGIN, DEEPSEEK_CALL_END, DEEPSEEK_END, DEEPSEEK_BEGIN)
+_MAX_DEEPSEEK_HEAD_LENGTH = 256
+_FENCE = "```"
+_HEAD_END = re.compile("|".join(map(re.escape, ("{", *_MARKS))))
+_FUNCTION_NAME = re.compile(r"\s*([^\s`{]+)")
+_FENCE_BEGIN = re.compile(r"\s*(?:```(?:json)?)?")
 
 
 class _ObjectsReader(TurnReader):
@@ -327,3 +349,162 @@ class NamedReader(ArgumentsReader):
         if self._is_complete or is_end:
             self._write(self._take(len(self._buffer)))
         return False
+
+
+class ToolCallObject(ObjectText):
+    """Reads `{"name": ..., "arguments": {...}}`, with keys in any order.
+
+    Arguments may also be a string that contains the object. Arguments of another type are left out.
+    """
+
+    def __init__(self, *, marks: tuple[str, ...] = ()) -> None:
+        super().__init__(marks=marks)
+        self.raw = ""
+        """The text read so far."""
+        self.name: str | None = None
+        """The tool, once its name has been read."""
+        self._key = ""
+        self._value = ""
+        self._is_argument = False
+        """Whether the value that is open is the object of the arguments."""
+        self._arguments = ""
+        self._has_arguments = False
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the text is not such an object; then no more is read."""
+        num_others = 0 if self._is_argument else len(self.raw) - len(self._arguments)
+        return self.name is None and (self.is_closed or num_others > _MAX_HEAD_LENGTH)
+
+    def read_object(self, text: str, *, is_end: bool = False) -> int:
+        length = super().read_object(text, is_end=is_end)
+        self.raw += text[:length]
+        return length
+
+    def take_arguments(self) -> str:
+        """Return the new text of the arguments; `{}` at the end of a call without arguments."""
+        if self.is_closed and not self._has_arguments:
+            self._has_arguments = True
+            return "{}"
+        taken, self._arguments = self._arguments, ""
+        return taken
+
+    def _write(self, text: str) -> None:
+        if len(self._open) > MAX_DEPTH:
+            return
+        if self._is_argument:
+            self._arguments += text
+        elif len(self._open) == 1 and self._where == "key":
+            self._key += text
+        elif self._open:
+            self._value += text
+            if self._value == "{" and not self._has_arguments:
+                self._is_argument = self._has_arguments = json.loads(self._key) in _ARGUMENTS
+                self._arguments = self._value if self._is_argument else ""
+
+    def _write_between(self, text: str) -> None:
+        if len(self._open) > 1:
+            self._write(text)
+
+    def _end_value(self) -> None:
+        super()._end_value()
+        if len(self._open) != 1:
+            return
+        if self._value and not self._is_argument:
+            self._read_member(json.loads(self._key))
+        self._key = self._value = ""
+        self._is_argument = False
+
+    def _read_member(self, key: str) -> None:
+        value = json.loads(self._value) if self._value[0] == '"' else None
+        if not isinstance(value, str):
+            # A name of another type is none.
+            self.is_closed = self.is_closed or (key == "name" and self.name is None)
+        elif key == "name" and self.name is None:
+            # The call of the first name may have begun.
+            self.name = value
+        elif key in _ARGUMENTS and not self._has_arguments and value.lstrip()[:1] == "{":
+            inner = ObjectText()
+            inner.read_object(value, is_end=True)
+            inner.close()
+            self._has_arguments = True
+            self._arguments += inner.take_text()
+
+    def _damage(self) -> None:
+        super()._damage()
+        # Other text may begin with a bracket, too.
+        self.is_closed = self.is_closed or (self.name is None and not self._is_argument)
+
+    def _skip(self) -> int:
+        if self.name is not None and len(self._open) == 1:
+            # The rest is no part of the call.
+            self.close()
+            return 0
+        return super()._skip()
+
+
+class DeepSeekReader(ArgumentsReader):
+    """Content, then marked calls: `function`, a separator and the name, then JSON in a fence (V3).
+
+    Since V3.1 it is the name, the separator and JSON.
+    """
+
+    _marks = _MARKS
+    _where: Literal["content", "between", "head", "arguments", "behind"] = "content"
+
+    def _step(self, *, is_end: bool) -> bool:
+        match self._where:
+            case "content" | "between":
+                marks = _MARKS if self._where == "between" else (_MARKS[0], _MARKS[-1])
+                found = self._write_until(*marks, is_end=is_end)
+                if found == DEEPSEEK_END:
+                    self._where = "content"
+                elif found:
+                    self._where = "head" if found == DEEPSEEK_CALL_BEGIN else "between"
+                    self._head += "" if found == DEEPSEEK_CALL_END else found
+                return bool(found)
+            case "head":
+                return self._step_head(is_end=is_end)
+            case "arguments":
+                if self._step_arguments(is_end=is_end):
+                    self._where = "behind"
+                    return True
+                return False
+            case "behind":
+                begun = self._buffer.lstrip()
+                if not is_end and _FENCE.startswith(begun):
+                    return False
+                self._buffer = begun.removeprefix(_FENCE)
+                self._where = "between"
+                return True
+
+    def _write(self, content: str) -> None:
+        if self._head:
+            # A mark of calls precedes the content.
+            self._head += content
+            if not content.strip():
+                return
+            content, self._head = self._head, ""
+        super()._write(content)
+
+    def _step_head(self, *, is_end: bool) -> bool:
+        found = _HEAD_END.search(self._buffer, 0, _MAX_DEEPSEEK_HEAD_LENGTH)
+        if found is None and not is_end and len(self._buffer) < _MAX_DEEPSEEK_HEAD_LENGTH:
+            return False
+        is_known = found is not None or (is_end and not self._is_cut_off)
+        head = self._buffer if found is None else self._buffer[: found.start()]
+        first, separator, second = head.partition(DEEPSEEK_SEPARATOR)
+        name, length = first.strip(), len(first) + len(separator)
+        function = _FUNCTION_NAME.match(second)
+        if name == "function" and function is not None:
+            name, length = function[1], length + function.end()
+        if not is_known or name not in self._tools:
+            self._write_head()
+            self._where = "content"
+            return bool(self._buffer)
+        fence = _FENCE_BEGIN.match(self._buffer, length)
+        assert fence is not None
+        self._take(fence.end())
+        self._begin_call(name)
+        self._where = "arguments"
+        return True

@@ -13,16 +13,13 @@ import msgspec
 from msgspec.structs import asdict
 
 from cluster.serving.json_bodies.json_text import json_text
-from cluster.serving.tools.bare_schema import bare_schema
-from cluster.serving.tools.deepseek_calls import (
+from cluster.serving.tools.forced_calls import check_length, schema_without_text
+from cluster.serving.tools.json_calls import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL_BEGIN,
     DEEPSEEK_CALL_END,
     DEEPSEEK_END,
     DEEPSEEK_SEPARATOR,
-)
-from cluster.serving.tools.forced_calls import check_length
-from cluster.serving.tools.json_calls import (
     HERMES_BEGIN,
     HERMES_END,
     LLAMA_BEGIN,
@@ -154,7 +151,7 @@ def strict_structure(
     calls: list[CallText] = []
     num_characters = 0
     for tool in tools:
-        schema = json_text(bare_schema(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
+        schema = json_text(schema_without_text(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
         num_characters += len(schema)
         check_length(num_characters, param)
         begin = tuple(text.format(name=tool.name) for text in form.begin)

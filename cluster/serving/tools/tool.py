@@ -11,7 +11,7 @@ from cluster.structured.grammar.schema_keywords import STANDALONE
 from pagedray.errors import InvalidRequestError
 from pagedray.text import quote
 
-__all__ = ["MAX_TOOLS", "NAME_PATTERN", "Tool"]
+__all__ = ["MAX_ID_LENGTH", "MAX_TOOLS", "NAME_PATTERN", "Tool", "check_id"]
 
 MAX_TOOLS = 1024
 _MAX_NAME_LENGTH = 128
@@ -21,6 +21,9 @@ _MAX_BYTES = 2**16
 """Bytes of a tool's description and parameters as JSON."""
 _NAME = re.compile(NAME_PATTERN)
 _OBJECT = "object"
+
+MAX_ID_LENGTH = 128
+"""Characters of an id or a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +76,11 @@ _NO_ARGUMENTS: Mapping[str, object] = {"type": _OBJECT, "properties": {}}
 
 def _allows_objects(kind: str | list[object]) -> bool:
     return kind == _OBJECT if isinstance(kind, str) else _OBJECT in kind
+
+
+def check_id(text: str, param: str) -> None:
+    """Raise InvalidRequestError if a text is too long for an id or name, or empty."""
+    if not 0 < len(text) <= MAX_ID_LENGTH:
+        raise InvalidRequestError(
+            f"{param} must have 1 to {MAX_ID_LENGTH} characters.", param=param
+        )

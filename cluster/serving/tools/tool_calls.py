@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from cluster.serving.tools.channel_headers import CHANNEL_MARK
-from cluster.serving.tools.channel_reader import ChannelReader
-from cluster.serving.tools.deepseek_calls import DEEPSEEK_BEGIN, DeepSeekReader
+from cluster.serving.tools.channel_reader import CHANNEL_MARK, ChannelReader
 from cluster.serving.tools.json_calls import (
+    DEEPSEEK_BEGIN,
     HERMES_BEGIN,
     LLAMA_BEGIN,
     MISTRAL_BEGIN,
+    DeepSeekReader,
     HermesReader,
     LlamaReader,
     MistralReader,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.reasoning.reasoning_reader import ReasoningReader
-from cluster.serving.tools.channel_tokens import ChannelTokens
+from cluster.serving.reasoning import ReasoningReader
+from cluster.serving.tools.channel_reader import ChannelTokens
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.reasoning import ReasoningPlace, ReasoningTracker
 from pagedray.request import FinishReason

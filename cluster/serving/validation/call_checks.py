@@ -13,7 +13,7 @@ from pagedray.text import pluralize, quote
 if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput
 
-__all__ = ["check_call", "check_num_sequences", "check_truncation"]
+__all__ = ["check_call", "check_num_sequences", "check_truncation", "truncated"]
 
 _MAX_PRIORITY = 2**31 - 1
 
@@ -72,3 +72,26 @@ def _check_cache_salt(salt: str) -> None:
             param="cache_salt",
         )
     check_unicode(salt, "cache_salt")
+
+
+def truncated(
+    token_ids: tuple[int, ...],
+    num_kept: int | None,
+    *,
+    truncates_end: bool,
+    num_special: tuple[int, int] = (0, 0),
+) -> tuple[int, ...]:
+    """Return the beginning of a prompt, or its end; all of it if `num_kept` is None.
+
+    `num_special` special tokens before and after its text are kept; there must be room for them.
+    """
+    if num_kept is None or len(token_ids) <= num_kept:
+        return token_ids
+    begin, end = num_special[0], len(token_ids) - num_special[1]
+    num_removed = len(token_ids) - num_kept
+    kept = (
+        token_ids[begin : end - num_removed]
+        if truncates_end
+        else token_ids[begin + num_removed : end]
+    )
+    return token_ids[:begin] + kept + token_ids[end:]

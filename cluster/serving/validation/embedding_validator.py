@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
-from cluster.serving.validation.call_checks import check_truncation
+from cluster.serving.validation.call_checks import check_truncation, truncated
 from cluster.serving.validation.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
-from cluster.serving.validation.sentence_modules import longest_text
-from cluster.serving.validation.sentence_prompts import SentencePrompts
-from cluster.serving.validation.truncation import truncated
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.files import has_file
-from pagedray.text import pluralize
+from pagedray.text import pluralize, quote
+from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from cluster.serving.inputs import EmbeddingInput
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
-__all__ = ["MAX_PROMPTS", "EmbeddingValidator"]
+__all__ = ["MAX_PROMPTS", "EmbeddingValidator", "SentencePrompts", "longest_text"]
 
 MAX_PROMPTS = 2048
 """Maximum number of texts in a call."""
@@ -35,6 +34,7 @@ _POOLING_OF = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+_MAX_TOKENS = 2**26
 
 
 class EmbeddingValidator:
@@ -179,3 +179,58 @@ def _read_pooling(folder: Path, default: Pooling) -> Pooling:
         f"{path} enables {', '.join(chosen) or 'no pooling'}; supported is exactly one of "
         f"{', '.join(_POOLING_OF)}."
     )
+
+
+def longest_text(folder: Path, context: int) -> int:
+    """Return the maximum number of tokens of a text. Raises CheckpointError."""
+    path = folder / "sentence_bert_config.json"
+    if not has_file(path):
+        return context
+    file = ConfigFile.read(path)
+    file.reject_unless("do_lower_case", False)
+    return min(context, file.integer("max_seq_length", context, most=_MAX_TOKENS))
+
+
+class SentencePrompts:
+    """Prompts by name, and the default prompt."""
+
+    def __init__(self, prompts: Mapping[str, str], default: str = "") -> None:
+        self._prompts = prompts
+        self._default = default
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> SentencePrompts:
+        """Return the prompts of a checkpoint, if any. Raises CheckpointError."""
+        path = folder / "config_sentence_transformers.json"
+        if not has_file(path):
+            return cls({})
+        file = ConfigFile.read(path)
+        section = file.section("prompts")
+        prompts: dict[str, str] = {}
+        for name in section.given_keys():
+            prompt = section.value(name)
+            if not isinstance(prompt, str):
+                raise section.rejection(name, "must be a text")
+            prompts[name] = prompt
+        default = file.value("default_prompt_name")
+        if default is None:
+            return cls(prompts)
+        if not isinstance(default, str) or default not in prompts:
+            raise file.rejection("default_prompt_name", "must be the name of one of its prompts")
+        return cls(prompts, prompts[default])
+
+    def prompt(self, name: str | None) -> str:
+        """Return the prompt of a name, or the default prompt.
+
+        Raises InvalidRequestError.
+        """
+        if name is None:
+            return self._default
+        if name not in self._prompts:
+            known = ", ".join(self._prompts) or "none"
+            raise InvalidRequestError(
+                f"prompt_name must be the name of a prompt of the model, which has {known}, not "
+                f"{quote(name)}.",
+                param="prompt_name",
+            )
+        return self._prompts[name]

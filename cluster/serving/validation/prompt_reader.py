@@ -17,7 +17,6 @@ from cluster.serving.intake.limits import IntakeLimits, check_num_messages, requ
 from cluster.serving.text.literal_tokens import MarkedText
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.request_templates import ProgramTemplates, RequestTemplates
-from cluster.serving.validation.rerank_prompt import rerank_prompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.field_checks import check_token_ids
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
 
 __all__ = [
+    "DEFAULT_INSTRUCTION",
     "PromptReader",
     "are_long",
     "check_unicode",
@@ -50,6 +50,15 @@ _LONG_VALUES = 2**13
 _LONGEST_TRUNCATED = 2**18
 """Characters of a text that is truncated once it is tokenized, even if the context is short.
 Tokenizing takes up to 300 bytes for each of them."""
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""The instruction for the model unless the client sends another."""
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class PromptReader:
@@ -377,3 +386,9 @@ def check_unicode(text: str, param: str) -> None:
         raise InvalidRequestError(
             f"{param} contains a lone surrogate, which is not valid Unicode.", param=param
         ) from error
+
+
+def rerank_prompt(query: str, document: str, instruction: str) -> str:
+    """Return the prompt; the next token is the answer."""
+    pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    return f"{_BEFORE}{pair}{_BEHIND}"

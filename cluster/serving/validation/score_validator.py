@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
-from cluster.serving.validation.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
-from cluster.serving.validation.rerank_prompt import DEFAULT_INSTRUCTION
+from cluster.serving.validation.prompt_reader import (
+    DEFAULT_INSTRUCTION,
+    PromptReader,
+    are_long,
+    warn_of_unknown_tokens,
+)
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -10,14 +10,15 @@ import asyncio
 import random
 import secrets
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 from cluster.serving.beam_search import check_beams_fit
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt, TokenizeInput
 from cluster.serving.model_name import check_model_name
-from cluster.serving.reasoning.formats import (
+from cluster.serving.reasoning import (
     detect_reasoning,
     reasoning_after,
     reasoning_of,
@@ -25,45 +26,43 @@ from cluster.serving.reasoning.formats import (
 )
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.request_templates import RequestTemplates
-from cluster.serving.validation.bad_words import BadWordReader
-from cluster.serving.validation.call_checks import check_call, check_num_sequences
+from cluster.serving.validation.call_checks import check_call, check_num_sequences, truncated
 from cluster.serving.validation.prompt_reader import (
     PromptReader,
     are_long,
+    check_unicode,
     warn_of_dropped_texts,
     warn_of_unknown_tokens,
 )
-from cluster.serving.validation.sampling_reader import (
-    SamplingReader,
-    check_choice,
-    check_prompt_logprobs,
-    check_reasoning_budget,
-)
-from cluster.serving.validation.truncation import truncated
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import limits_for
 from cluster.structured.vocabulary import vocabulary_of
-from pagedray.errors import InvalidRequestError, PromptLengthError
+from pagedray.errors import InvalidRequestError, OutputLengthError, PromptLengthError
 from pagedray.field_checks import check_token_ids
 from pagedray.request import Request
+from pagedray.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from pagedray.structure import Structure, StructureKind
+from pagedray.text import pluralize, quote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from cluster.serving.continuation import Continuation
-    from cluster.serving.reasoning.formats import ReasoningFormat
+    from cluster.serving.reasoning import ReasoningFormat
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.structured.mask_client import CompiledGrammar
     from pagedray.config import EngineConfig
     from pagedray.reasoning import Reasoning
-    from pagedray.sampling_params import SamplingParams
-    from pagedray.structure import Structure, StructureKind
 
 __all__ = ["Validator"]
 
 _NUM_LAST_TOKENS = 32
 """Tokens at the end of a prompt in which the marks of reasoning are looked for."""
+
+_MAX_PROMPT_LOGPROBS = 2**18
+"""Log-probabilities of all tokens of a prompt together."""
+_PARAM = "bad_words"
 
 
 class Validator:
@@ -305,3 +304,187 @@ def _continued(request: Request, continuation: Continuation | None, prompt_index
     return msgspec.structs.replace(
         request, sampling=sampling, seed=seed, generated_token_ids=generated
     )
+
+
+class SamplingReader:
+    """Reads the sampling parameters of calls of one model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._defaults = dict(config.sampling_defaults)
+        self._vocab_size = config.model.vocab_size
+        self._context = config.max_model_len
+
+    def read_sampling(self, given: GenerationInput) -> SamplingParams:
+        """Return the parameters of a call. Raises InvalidRequestError.
+
+        `max_tokens` is the context length if the call has none: see `with_max_tokens`.
+        """
+        # SamplingParams checks the type and range of every field itself.
+        fields: dict[str, Any] = {**self._defaults, **given.sampling}
+        # The room that the prompt leaves is known after tokenizing.
+        fields.setdefault("max_tokens", self._context)
+        sampling = SamplingParams(**fields)
+        for text in sampling.stop:
+            check_unicode(text, "stop")
+        _check_structure(sampling.structure)
+        check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
+        check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
+        check_token_ids(sampling.allowed_token_ids, self._vocab_size, "allowed_token_ids")
+        check_token_ids(sampling.logprob_token_ids, self._vocab_size, "logprob_token_ids")
+        return sampling
+
+    def with_max_tokens(
+        self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
+    ) -> SamplingParams:
+        """Return parameters with a `max_tokens` that fits the context.
+
+        Raises OutputLengthError.
+        """
+        room = self._context - num_prompt_tokens
+        if "max_tokens" in given.sampling:
+            if sampling.max_tokens > room:
+                raise OutputLengthError(num_prompt_tokens, sampling.max_tokens, self._context)
+            return sampling
+        default = room if given.default_max_tokens is None else given.default_max_tokens
+        default = max(default, sampling.min_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=min(default, room))
+
+
+def check_choice(
+    sampling: SamplingParams,
+    bad_token_ids: tuple[tuple[int, ...], ...],
+    end_token_ids: tuple[int, ...],
+) -> None:
+    """Raise InvalidRequestError if there may be a position at which no token is allowed."""
+    left = set(sampling.allowed_token_ids)
+    if left and sampling.min_tokens:
+        left.difference_update(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            left.difference_update(end_token_ids)
+        if not left:
+            raise InvalidRequestError(
+                "allowed_token_ids must contain a token that does not end the output if "
+                "min_tokens is set.",
+                param="allowed_token_ids",
+            )
+    if left and left.issubset(token_ids[-1] for token_ids in bad_token_ids):
+        raise InvalidRequestError(
+            "allowed_token_ids must contain a token that does not end one of bad_words.",
+            param="allowed_token_ids",
+        )
+
+
+def check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
+    """Raise InvalidRequestError if a prompt has too many tokens for this many log-probabilities."""
+    if number is None:
+        return
+    num_values = num_prompt_tokens * (number + 1)
+    if num_values > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs = {number} for a prompt of {pluralize(num_prompt_tokens, 'token')} "
+            f"requests {num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
+            param="prompt_logprobs",
+        )
+
+
+def check_reasoning_budget(reasoning: Reasoning | None, prompts: Sequence[Prompt]) -> None:
+    """Raise InvalidRequestError if the reasoning after the prompts cannot be limited."""
+    param = "thinking_token_budget"
+    if not all(isinstance(prompt, ChatPrompt) for prompt in prompts):
+        raise InvalidRequestError(f"{param} requires a conversation.", param=param)
+    if reasoning is None:
+        raise InvalidRequestError(
+            f"{param} is not supported: the model does not reason, or the server does not know "
+            "the format (--reasoning-format).",
+            param=param,
+        )
+    if reasoning.has_channels:
+        raise InvalidRequestError(
+            f"{param} is not supported for a model that may reason several times in a turn: use "
+            "reasoning_effort.",
+            param=param,
+        )
+
+
+def _check_structure(structure: object) -> None:
+    if structure is None:
+        return
+    if not isinstance(structure, Structure):
+        raise InvalidRequestError("structure must be a Structure.", param="structure")
+    if structure.kind not in get_args(StructureKind) or not isinstance(structure.text, str):
+        raise InvalidRequestError(
+            f"structure must have a text and a kind: {', '.join(get_args(StructureKind))}.",
+            param="structure",
+        )
+    # Strings that cannot be encoded do not reach the compiler.
+    for text in (structure.text, structure.mark, *_strings_of(structure.headers)):
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                "structure must have a string as its mark, and a tuple of pairs of strings as its "
+                "headers.",
+                param="structure",
+            )
+        check_unicode(text, "structure")
+
+
+def _strings_of(headers: object) -> Iterator[object]:
+    """Yield both parts of each header, or an invalid header itself."""
+    if not isinstance(headers, tuple):
+        yield headers
+        return
+    for header in headers:
+        if isinstance(header, tuple) and len(header) == 2:
+            yield from header
+        else:
+            yield None
+
+
+class BadWordReader:
+    """Tokenizes bad words for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, text_pool: TextPool | None = None
+    ) -> None:
+        """Without a pool, long lists are tokenized in place, which blocks an event loop."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._text_pool = text_pool
+
+    async def read(self, words: Sequence[str], *, tenant: str) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of tokens that a completion must not contain.
+
+        Raises InvalidRequestError, and OverloadedError if too many long texts of the tenant wait.
+        """
+        for word in words:
+            check_unicode(word, _PARAM)
+        read_all = partial(self._read_all, words)
+        if self._text_pool is not None and are_long(words):
+            return await self._text_pool.run_in_thread(tenant, read_all)
+        return read_all()
+
+    def _read_all(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            first = self._read(word, word.lstrip())
+            spaced = self._read(word, " " + word.lstrip())
+            sequences[first] = None
+            # Otherwise a prefix of the spaced text, such as the space alone, would be forbidden.
+            if spaced[0] != first[0] and len(spaced) == len(first):
+                sequences[spaced] = None
+        return tuple(sequences)
+
+    def _read(self, word: str, text: str) -> tuple[int, ...]:
+        token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words must contain strings of 1 to {MAX_BAD_WORD_TOKENS} tokens, but "
+                f"{quote(word)} has {len(token_ids)}.",
+                param=_PARAM,
+            )
+        if max(token_ids) >= self._vocab_size:
+            raise InvalidRequestError(
+                f"bad_words contains a text whose token id is {max(token_ids)}, but the ids of the "
+                f"model are 0 to {self._vocab_size - 1}.",
+                param=_PARAM,
+            )
+        return token_ids

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving.reasoning.formats import detect_reasoning, reasoning_after
-from cluster.serving.reasoning.reasoning_reader import ReasoningReader
+from cluster.serving.reasoning import ReasoningReader, detect_reasoning, reasoning_after
 from pagedray.reasoning import Reasoning, ReasoningPlace, ReasoningTracker
 
 MARKS = Reasoning(begin="<think>", end="</think>")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.serving.text.text_stream import SequenceOutput
-from cluster.serving.tools.channel_reader import ChannelReader, ChannelTexts
-from cluster.serving.tools.channel_tokens import ChannelTokens
+from cluster.serving.tools.channel_reader import ChannelReader, ChannelTexts, ChannelTokens
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jsonschema
 import pytest
 
-from cluster.serving.reasoning.reasoning_reader import ReasoningReader
+from cluster.serving.reasoning import ReasoningReader
 from pagedray.reasoning import Reasoning
 from tests.serving.tools.strict_writer import Writer, made_library, read_pieces, use_of
 from tests.serving.tools.test_strict_formats import MARKS, READERS, SCHEMA, TOOLS

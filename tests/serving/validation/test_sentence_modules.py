@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.validation.sentence_modules import longest_text
+from cluster.serving.validation.embedding_validator import longest_text
 from pagedray.errors import CheckpointError
 from pagedray.model_config import DenseModule
 from workers.models.config_json.sentence_modules import dense_modules

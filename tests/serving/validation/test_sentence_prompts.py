@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.validation.sentence_prompts import SentencePrompts
+from cluster.serving.validation.embedding_validator import SentencePrompts
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.system.server_process import TINY_LLAMA

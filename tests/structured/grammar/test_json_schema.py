@@ -15,7 +15,7 @@ import pytest
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string
 
-from cluster.serving.tools.bare_schema import bare_schema
+from cluster.serving.tools.forced_calls import schema_without_text
 from cluster.structured.grammar.expressions import Alternation, Concat, Expression, Repeat, Rule
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.json_schema import read_json_schema
@@ -221,7 +221,7 @@ def test_annotations_restrict_nothing(schema: dict[str, object]) -> None:
             "$defs": schema.get("$defs", {}),
             keyword: value,
         }
-        bare = bare_schema(parameters)
+        bare = schema_without_text(parameters)
         assert grammar_text(structure(bare)) == grammar_text(structure(parameters)), keyword
 
 

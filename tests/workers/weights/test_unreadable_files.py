@@ -15,7 +15,7 @@ import pytest
 
 from cluster.engine.engine_options import sampling_defaults
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.sentence_prompts import SentencePrompts
+from cluster.serving.validation.embedding_validator import SentencePrompts
 from pagedray.errors import CheckpointError
 from tests.system.server_process import TINY_LLAMA
 from workers.models.config_json.sentence_modules import dense_modules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.serving.reasoning.reasoning_reader import ReasoningReader
+from cluster.serving.reasoning import ReasoningReader
 from pagedray.reasoning import Reasoning
 from tests.hostile.fuzz.target import Target
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.reasoning.formats import reasoning_of
+from cluster.serving.reasoning import reasoning_of
 from pagedray.errors import EngineError
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.serving.tools.bare_schema import bare_schema
+from cluster.serving.tools.forced_calls import schema_without_text
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.structure import Structure
 
@@ -45,17 +45,17 @@ BARE = {
 
 
 def test_only_what_restricts_no_value_is_left_out() -> None:
-    assert bare_schema(DESCRIBED) == BARE
+    assert schema_without_text(DESCRIBED) == BARE
 
 
 def test_the_grammar_is_the_same() -> None:
     described, bare = (
         grammar_text(Structure(kind="json_schema", text=json.dumps(schema)))
-        for schema in (DESCRIBED, bare_schema(DESCRIBED))
+        for schema in (DESCRIBED, schema_without_text(DESCRIBED))
     )
     assert described == bare
 
 
 @pytest.mark.parametrize("odd", [{"properties": 5}, {"anyOf": {"a": 1}}, {"items": True}])
 def test_invalid_parts_are_kept(odd: dict[str, object]) -> None:
-    assert bare_schema(odd) == odd
+    assert schema_without_text(odd) == odd

@@ -1,4 +1,4 @@
-"""How model families mark their reasoning; formats have the names of vLLM's parsers."""
+"""Reasoning before an answer: its formats by model family, and a parser of its text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from cluster.serving.text.marks import overlap
 from pagedray.errors import InvalidRequestError
-from pagedray.reasoning import WHITESPACE, AnswerHeader, Reasoning
+from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE, AnswerHeader, Reasoning, ReasoningPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "REASONING_FORMATS",
     "ReasoningFormat",
+    "ReasoningReader",
     "detect_reasoning",
     "reasoning_after",
     "reasoning_of",
@@ -56,7 +58,11 @@ class _Marks:
 
 
 _HEADER_END = "<|message|>"
+
+
 _THINK = _Marks("<think>", "</think>")
+
+
 _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "deepseek_r1": _Marks("<think>", "</think>", is_always_open=True),
     "deepseek_v3": _THINK,
@@ -75,7 +81,11 @@ _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "qwen3": _THINK,
     "seed_oss": _Marks("<seed:think>", "</seed:think>"),
 }
+
+
 REASONING_FORMATS = tuple(sorted(_FORMATS))
+
+
 _DETECTED: tuple[ReasoningFormat, ...] = (
     "openai_gptoss",
     "granite",
@@ -83,6 +93,8 @@ _DETECTED: tuple[ReasoningFormat, ...] = (
     "seed_oss",
     "qwen3",
 )
+
+
 """Formats that are detected in a chat template, the more specific formats first."""
 
 
@@ -163,3 +175,85 @@ def reasoning_after(reasoning: Reasoning, prompt_end: str) -> Reasoning | None:
         return None
     is_open = reasoning.is_open or end.endswith(reasoning.begin)
     return msgspec.structs.replace(reasoning, is_open=is_open)
+
+
+class ReasoningReader:
+    """Splits the text of a turn into reasoning and the rest.
+
+    Whitespace around the reasoning belongs to neither. Text is held back only while it may be a
+    part of a mark.
+    """
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self.place = ReasoningPlace.INSIDE if reasoning.is_open else ReasoningPlace.START
+        self._begin, self._end = reasoning.begin, reasoning.end
+        self._buffer = ""
+        self._held_whitespace = ""
+        self._may_begin = True
+        """Whether all that was read may be a part of the mark at the beginning."""
+        self._has_text = False
+        """Whether there was reasoning that is not blank."""
+        self._has_rest = False
+        """Whether anything followed the reasoning that is not blank."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether all text that follows is returned as it is."""
+        return self._has_rest
+
+    def read_piece(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        """Return the reasoning that the text completes, and the text after all reasoning."""
+        if self._has_rest:
+            return "", text
+        self._buffer += text
+        if self._may_begin:
+            self._begin_or_not(is_last=is_last)
+        found = self._inside(is_last=is_last) if self._is_inside else ""
+        return found, self._behind()
+
+    @property
+    def _is_inside(self) -> bool:
+        return self.place is ReasoningPlace.INSIDE and not self._may_begin
+
+    def _begin_or_not(self, *, is_last: bool) -> None:
+        begun = self._buffer.lstrip(WHITESPACE)
+        num_whitespace = len(self._buffer) - len(begun)
+        if begun.startswith(self._begin) and num_whitespace <= MAX_WHITESPACE:
+            self.place, self._may_begin = ReasoningPlace.INSIDE, False
+            self._buffer = begun[len(self._begin) :]
+        elif is_last or num_whitespace > MAX_WHITESPACE or not self._begin.startswith(begun):
+            self._may_begin = False
+            if self.place is ReasoningPlace.START:
+                self.place = ReasoningPlace.ABSENT
+
+    def _inside(self, *, is_last: bool) -> str:
+        before, mark, after = self._buffer.partition(self._end)
+        if mark:
+            self.place, self._buffer = ReasoningPlace.AFTER, after
+            return self._written(before)
+        num_held = 0 if is_last else overlap(self._buffer, self._end)
+        length = len(self._buffer) - num_held
+        before, self._buffer = self._buffer[:length], self._buffer[length:]
+        return self._written(before)
+
+    def _written(self, text: str) -> str:
+        """Return reasoning without the whitespace around it."""
+        if not self._has_text:
+            text = text.lstrip(WHITESPACE)
+        kept = text.rstrip(WHITESPACE)
+        if not kept:
+            self._held_whitespace += text
+            return ""
+        self._has_text = True
+        written = self._held_whitespace + kept
+        self._held_whitespace = text[len(kept) :]
+        return written
+
+    def _behind(self) -> str:
+        if self.place is ReasoningPlace.AFTER:
+            self._buffer = self._buffer.lstrip(WHITESPACE)
+        elif self.place is not ReasoningPlace.ABSENT:
+            return ""
+        text, self._buffer = self._buffer, ""
+        self._has_rest = bool(text)
+        return text
