@@ -25,8 +25,8 @@ from cluster.serving.resume.registry import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import RejectedCalls, log_call
 from cluster.serving.telemetry.call_watch import CallObserver
-from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.load_history import LoadRecorder
+from cluster.serving.telemetry.log_lines import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.text.token_reader import TokenReader

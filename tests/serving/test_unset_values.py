@@ -10,7 +10,7 @@ import pytest
 
 import pagedray
 from cluster.serving.openai.bodies import generation_body
-from cluster.serving.telemetry.line_limit import LineLimit
+from cluster.serving.telemetry.log_lines import LineLimit
 from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.http.errors import error_body
 from cluster.serving.http.request_head import MAX_HEAD_BYTES, head_without_upgrade
-from cluster.serving.telemetry.line_limit import LineLimit
+from cluster.serving.telemetry.log_lines import LineLimit
 
 if TYPE_CHECKING:
     import asyncio

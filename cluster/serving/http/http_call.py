@@ -17,7 +17,7 @@ from cluster.serving.inputs import CallOrigin
 from cluster.serving.intake.intake import Intake
 from cluster.serving.schema.body import Body
 from cluster.serving.schema.body_reader import read_body
-from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
+from cluster.serving.telemetry.log_lines import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from pagedray.errors import InvalidRequestError
 

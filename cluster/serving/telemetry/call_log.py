@@ -7,11 +7,11 @@ may quote the beginning of an invalid value.
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from cluster.serving.telemetry.line_limit import LineRate
-from cluster.serving.telemetry.trace_parent import trace_id_of
+from cluster.serving.telemetry.log_lines import LineRate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_CHARACTERS = 300
 """Characters of a field of a rejected call."""
+
+_TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-")
 
 
 def log_call(report: CallReport) -> None:
@@ -90,3 +92,9 @@ class RejectedCalls:
         if num_omitted:
             fields["omitted"] = num_omitted
         logger.info("rejected", extra={"fields": fields})
+
+
+def trace_id_of(traceparent: str | None) -> str | None:
+    """Return the trace id of a header; None if it is missing or invalid."""
+    found = None if traceparent is None else _TRACE_PARENT.match(traceparent)
+    return None if found is None else found[1]

@@ -1,4 +1,4 @@
-"""Formats log records as lines of text or JSON and writes them in a thread.
+"""Formats, limits and writes the lines of the log, as text or JSON.
 
 A record is one line whatever it contains. A terminal or pipe that is not read does not block the
 server: when the queue is full, lines are dropped and counted.
@@ -16,18 +16,32 @@ from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from pagedray.errors import InvalidRequestError
 from pagedray.text import pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["JsonLines", "LogFormat", "TextLines", "logging_to"]
+__all__ = [
+    "IgnoredParameters",
+    "JsonLines",
+    "LineLimit",
+    "LineRate",
+    "LogFormat",
+    "TextLines",
+    "logging_to",
+]
+
+logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
 _PACKAGES = ("attention", "cluster", "pagedray", "workers")
 _MAX_WAITING_LINES = 10_000
 _PLAIN = re.compile(r"[\w.:/+@-]+", re.ASCII)
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+_INTERVAL_S = 60.0
+_MAX_LINES = 20
+_PERIOD_S = 1.0
 
 
 @contextmanager
@@ -132,3 +146,71 @@ def _one_line(parts: list[str]) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
     )
+
+
+class LineLimit:
+    """Allows a log line per minute, about all events since the last line."""
+
+    def __init__(
+        self, *, interval_s: float = _INTERVAL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next_s = clock()
+        self._num_events = 0
+
+    def count_event(self) -> int:
+        """Count an event; return the number to log, or 0 if there is to be no line yet."""
+        self._num_events += 1
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return 0
+        self._next_s = now_s + self._interval_s
+        num_events, self._num_events = self._num_events, 0
+        return num_events
+
+
+class LineRate:
+    """Allows 20 log lines at once, and one more each second."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = clock()
+        self._num_allowed = float(_MAX_LINES)
+        self._num_omitted = 0
+
+    def count_event(self) -> int | None:
+        """Count an event; return how many had no line before it, or None if it has none either."""
+        now_s = self._clock()
+        allowed = self._num_allowed + (now_s - self._last_s) / _PERIOD_S
+        self._last_s = now_s
+        self._num_allowed = min(float(_MAX_LINES), allowed)
+        if self._num_allowed < 1:
+            self._num_omitted += 1
+            return None
+        self._num_allowed -= 1
+        num_omitted, self._num_omitted = self._num_omitted, 0
+        return num_omitted
+
+
+class IgnoredParameters:
+    """Counts ignored parameters, and logs each name once; or rejects them."""
+
+    def __init__(self, count: Callable[[str], None], *, is_strict: bool) -> None:
+        """`count` is called with each name; the names come from tables in the code."""
+        self._count = count
+        self._is_strict = is_strict
+        self._logged: set[str] = set()
+
+    def note(self, name: str) -> None:
+        """Note a parameter that is ignored. Raises InvalidRequestError in strict mode."""
+        if self._is_strict:
+            raise InvalidRequestError(
+                f"{name} has no effect on this server, and --strict-parameters rejects such "
+                "parameters.",
+                param=name,
+            )
+        self._count(name)
+        if name not in self._logged:
+            self._logged.add(name)
+            logger.info("Ignoring the parameter %s, which has no effect on this server.", name)

@@ -163,7 +163,7 @@ def test_fields_of_hints_that_would_change_the_output_are_rejected(
 
 
 def test_unread_variables_are_counted(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "cluster.serving.telemetry.ignored_parameters")
+    caplog.set_level(logging.INFO, "cluster.serving.telemetry.log_lines")
     given = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
     # The server of other tests may have named them before.
     with Server(server.tokenizer) as new_server:

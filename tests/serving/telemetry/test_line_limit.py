@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.serving.telemetry.line_limit import LineLimit
+from cluster.serving.telemetry.log_lines import LineLimit
 
 
 def test_a_line_reports_what_came_since_the_last_one() -> None:

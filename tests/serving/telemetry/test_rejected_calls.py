@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from cluster.serving.telemetry.call_log import RejectedCalls
-from cluster.serving.telemetry.line_limit import LineRate
-from cluster.serving.telemetry.log_lines import logging_to
+from cluster.serving.telemetry.log_lines import LineRate, logging_to
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import Server

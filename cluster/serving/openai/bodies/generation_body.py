@@ -25,7 +25,7 @@ from cluster.serving.openai.bodies.sampling_fields import (
     read_response_format,
 )
 from cluster.serving.schema.body import BodyPart, Defaults, named_schema
-from cluster.serving.telemetry.line_limit import LineLimit
+from cluster.serving.telemetry.log_lines import LineLimit
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import (
     MAX_ALLOWED,
