@@ -343,7 +343,7 @@ class KvManager:
         if loads:
             targets = [copy.target for copy in loads]
             self._swaps.append(CopiedBlocks(step, targets, [copy.source for copy in loads]))
-        return self.cpu.take_copies(step), loads
+        return self.cpu.take_copies(step) if self.cpu.is_enabled else [], loads
 
     def register_blocks(self, sequence: Sequence) -> None:
         """Add blocks that are full of known, computed tokens to the prefix cache."""
@@ -504,7 +504,7 @@ class KvManager:
         self, sequence: Sequence, hits: list[int], num_found: int, *, num_needed: int
     ) -> bool:
         """Return whether enough blocks are free to use the hits of `num_found` cached blocks."""
-        num_shared = self.pool.num_in_use(hits)
+        num_shared = self.pool.num_in_use(hits) if hits else 0
         if num_needed - num_shared <= self.pool.num_free:
             return True
         blocks = sequence.blocks
