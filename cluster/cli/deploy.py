@@ -78,10 +78,7 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
 
 
 def fetch(model: str, settings: HubSettings) -> Path:
-    """Return the folder of a complete model.
-
-    Raises CheckpointError.
-    """
+    """Return the folder of a complete model. Raises CheckpointError."""
     return _fetch(_hub_name(model), settings)
 
 

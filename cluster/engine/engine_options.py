@@ -279,10 +279,7 @@ def sampling_defaults(
 
 
 def _path(given: str | Path, model_folder: Path) -> Path | None:
-    """Return the file of the defaults, if any.
-
-    Raises StartupError.
-    """
+    """Return the file of the defaults, if any. Raises StartupError."""
     if str(given) in _NONE:
         return None
     is_auto = str(given) == "auto"

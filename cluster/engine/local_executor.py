@@ -279,10 +279,7 @@ class _OwnReports:
 
 
 def _survived(compute: Callable[[], Result]) -> Result:
-    """Return the result of a rank's computation.
-
-    Raises WorkerError for most exceptions.
-    """
+    """Return the result of a rank's computation. Raises WorkerError for most exceptions."""
     try:
         return compute()
     except PagedRayError:

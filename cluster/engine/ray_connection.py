@@ -72,10 +72,7 @@ class RayConnection:
     """A connection to Ray, until `close`."""
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
-        """Connect to the running Ray cluster, or start a cluster.
-
-        Raises StartupError.
-        """
+        """Connect to the running Ray cluster, or start a cluster. Raises StartupError."""
         self._environment: RayEnvironment | None = None
         if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
             self._start_ray(config, report_progress)

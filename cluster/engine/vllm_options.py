@@ -122,10 +122,7 @@ def engine_options(given: Mapping[str, object]) -> EngineOptions:
 
 
 def own_options(given: Mapping[str, object]) -> dict[str, object]:
-    """Return options by our names and values.
-
-    Raises StartupError for an unknown option.
-    """
+    """Return options by our names and values. Raises StartupError for an unknown option."""
     known = {field.name for field in fields(EngineOptions)}
     options: dict[str, object] = {}
     overrides: dict[str, object] = {}

@@ -71,10 +71,7 @@ class SaltedPrompt:
 def read_prompts(
     given: GivenPrompt | Sequence[GivenPrompt], param: str = "prompts"
 ) -> list[SaltedPrompt]:
-    """Return the prompts of a call, or its only prompt.
-
-    Raises InvalidRequestError.
-    """
+    """Return the prompts of a call, or its only prompt. Raises InvalidRequestError."""
     if isinstance(given, str | Mapping):
         return [_read_prompt(given, param)]
     items = _items_of(given, param)
@@ -92,10 +89,7 @@ def read_conversations(
     variables: Mapping[str, object] | None,
     template: str | None,
 ) -> list[SaltedPrompt]:
-    """Return the conversations of a call, or its only conversation.
-
-    Raises InvalidRequestError.
-    """
+    """Return the conversations of a call, or its only conversation. Raises InvalidRequestError."""
     for name, value, kind, noun in (
         ("tools", tools, Iterable, "list"),
         ("chat_template_kwargs", variables, Mapping, "dictionary"),
@@ -142,10 +136,7 @@ def read_stream_prompt(given: GivenPrompt | Conversation) -> SaltedPrompt:
 
 
 def read_texts(given: str | Iterable[str], param: str) -> list[str]:
-    """Return the texts of a call, or its only text.
-
-    Raises InvalidRequestError.
-    """
+    """Return the texts of a call, or its only text. Raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, Iterable) and not isinstance(given, Mapping):

@@ -110,10 +110,7 @@ compares predictions with whole runs.
 
 
 def read_step_cost(path: Path) -> StepCost:
-    """Return the cost in a JSON file with the fields of `StepCost`.
-
-    Raises StartupError.
-    """
+    """Return the cost in a JSON file with the fields of `StepCost`. Raises StartupError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCost)
     except OSError as error:

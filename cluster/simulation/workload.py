@@ -67,10 +67,7 @@ class Workload:
     seed: int = 0
 
     def arrivals(self) -> list[Arrival]:
-        """Return the requests, by time.
-
-        Raises ValueError if a request is too long or too late.
-        """
+        """Return the requests, by time. Raises ValueError if a request is too long or too late."""
         draws = random.Random(self.seed)
         arrivals, now_s = [], 0.0
         for _ in range(self.num_requests):

@@ -167,10 +167,7 @@ def _limit(limits: CompileLimits) -> None:
 
 
 def _compiled(text: str, library: XGrammarLibrary, limits: CompileLimits) -> GrammarText:
-    """Compile a grammar and try it out.
-
-    Raises InvalidRequestError, or errors of the library.
-    """
+    """Compile a grammar and try it out. Raises InvalidRequestError, or errors of the library."""
     compiled, _ = library.compile_grammar(text)
     if library.num_state_bytes(compiled) > limits.state_bytes:
         # Its JSON would take far more time and memory than itself.

@@ -124,10 +124,7 @@ class _MaskServer:
         return num_bytes
 
     def answer(self, step: StepQuery) -> None:
-        """Make masks and send the quick masks.
-
-        Raises OSError, MemoryError or RuntimeError.
-        """
+        """Make masks and send the quick masks. Raises OSError, MemoryError or RuntimeError."""
         self._limit_s = step.limit_s
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
         self._work.cancel(step.ended_sequence_ids)

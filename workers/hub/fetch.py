@@ -149,10 +149,7 @@ def _download(
 def _answer(
     ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
 ) -> Answer:
-    """Return the result of `ask`, which may fail a few times.
-
-    Raises CheckpointError.
-    """
+    """Return the result of `ask`, which may fail a few times. Raises CheckpointError."""
     from workers.hub.problems import HubUnreachableError, hub_error
 
     for num_tries in range(1, _NUM_TRIES + 1):
@@ -173,10 +170,7 @@ def _answer(
 def _timely_answer(
     ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
 ) -> Answer:
-    """Return the result of `ask`.
-
-    Raises TimeoutError if the Hub answers too slowly.
-    """
+    """Return the result of `ask`. Raises TimeoutError if the Hub answers too slowly."""
     asking = start_call(ask, name, settings)
     try:
         return asking.result(settings.answer_timeout_s)

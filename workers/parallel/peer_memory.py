@@ -67,10 +67,7 @@ class PeerMemory:
         self._opened: list[int] = []
 
     def handle(self) -> bytes:
-        """Return the handle by which other processes open this memory.
-
-        Raises PeerMemoryError.
-        """
+        """Return the handle by which other processes open this memory. Raises PeerMemoryError."""
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
         return bytes(handle)

@@ -54,10 +54,7 @@ class SocketRendezvous:
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
-        """Listen on a port of `host`, any free port if `port` is 0.
-
-        Raises OSError.
-        """
+        """Listen on a port of `host`, any free port if `port` is 0. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         self._host = host

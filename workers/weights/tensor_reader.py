@@ -77,10 +77,7 @@ class TensorReader:
         self._descriptors.clear()
 
     def file_range(self, entry: TensorEntry, part: tuple[slice, ...]) -> FileRange:
-        """Return the range that `chunks` of these reads.
-
-        Raises OSError.
-        """
+        """Return the range that `chunks` of these reads. Raises OSError."""
         first, end, _ = part[0].indices(entry.shape[0])
         row_bytes = _row_bytes(entry)
         return FileRange(

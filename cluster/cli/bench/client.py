@@ -203,10 +203,7 @@ class Target:
         return self.root + (self.endpoint or _PATHS[self.backend])
 
     def tls(self) -> ssl.SSLContext:
-        """Return the context that checks the server's certificate.
-
-        Raises StartupError.
-        """
+        """Return the context that checks the server's certificate. Raises StartupError."""
         try:
             return ssl.create_default_context(cafile=self.ca_file)
         except OSError as error:

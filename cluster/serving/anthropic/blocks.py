@@ -77,7 +77,7 @@ class ToolResultBlock(OpenPart):
 
 
 class ThinkingBlock(OpenPart):
-    """The model's thoughts before its answer; the chat template decides whether to use them."""
+    """What the model thought before its answer; the chat template decides whether it is read."""
 
     type: Literal["thinking"]
     thinking: str

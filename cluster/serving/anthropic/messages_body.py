@@ -128,7 +128,7 @@ class MessagesBody(ConversationBody):
 
 
 class CountBody(ConversationBody):
-    """A conversation for counting its tokens."""
+    """A conversation whose tokens are counted."""
 
     def to_input(
         self, tools: ToolUse, support: ModelSupport, *, note_ignored: Callable[[str], None]

@@ -25,10 +25,7 @@ class ReadDeadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait_for(self, message: Awaitable[Result]) -> Result:
-        """Return the message.
-
-        Raises DeadlineError if it does not come in time.
-        """
+        """Return the message. Raises DeadlineError if it does not come in time."""
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

@@ -55,10 +55,7 @@ class ServedReplica:
     def make_executor(
         config: EngineConfig, report_progress: ReportProgress, placement: PlacementGroup | None
     ) -> Executor:
-        """Return an executor with loaded ranks.
-
-        Raises StartupError.
-        """
+        """Return an executor with loaded ranks. Raises StartupError."""
         return make_executor(config, report_progress, placement)
 
     async def __init__(self, arguments: ServeArguments) -> None:  # type: ignore[misc]  # Serve awaits it

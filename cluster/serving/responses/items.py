@@ -116,7 +116,7 @@ class FunctionOutputItem(OpenPart):
 
 
 class ReasoningItem(OpenPart):
-    """The model's thoughts; the chat template decides whether to use them."""
+    """What the model thought; the chat template decides whether it is read."""
 
     type: Literal["reasoning"]
     content: Any = Field(  # Any: read where it is used
@@ -296,10 +296,7 @@ class ItemsQuery:
 
     @classmethod
     def from_params(cls, params: QueryParams) -> ItemsQuery:
-        """Return the requested query.
-
-        Raises InvalidRequestError.
-        """
+        """Return the requested query. Raises InvalidRequestError."""
         given = read_query(params, ("after", "include", "limit", "order"))
         check_include(params)
         limit, order = given.get("limit", "20"), given.get("order", "desc")

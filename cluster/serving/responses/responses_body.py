@@ -216,7 +216,7 @@ class ResponsesBody(InputBody, SamplingFields):
 
 
 class InputTokensBody(InputBody):
-    """A conversation for counting its tokens."""
+    """A conversation whose tokens are counted."""
 
     defaults: ClassVar[Defaults] = {"truncation": ("disabled",)}
     rejected: ClassVar[Mapping[str, str]] = {

@@ -177,10 +177,7 @@ class StoredResponses:
             self._forget_oldest(max(self._by_tenant, key=self._bytes.held_by))
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response; its continuations stay.
-
-        Raises UnknownResponseError.
-        """
+        """Forget a response; its continuations stay. Raises UnknownResponseError."""
         self.find(tenant, response_id)
         self._forget(tenant, response_id)
 

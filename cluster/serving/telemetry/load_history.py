@@ -31,7 +31,7 @@ LATENCY_BOUNDS_S = tuple(0.0001 * 2 ** (number / 8) for number in range(8 * 24 +
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSample:
-    """The load of a server in an interval; times are None without calls."""
+    """What a server did in one interval; times are None if no call had any."""
 
     uptime_s: float
     """The end of the interval, in seconds since the server started."""
@@ -57,7 +57,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadHistory:
-    """The load of a server in the last ten minutes."""
+    """What a server did in the last ten minutes."""
 
     interval_s: float
     """Seconds between two samples."""

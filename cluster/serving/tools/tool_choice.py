@@ -191,10 +191,7 @@ class ToolUse:
 
 
 def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
-    """Return the allowed tools.
-
-    Raises InvalidRequestError if a name in `allowed` is no tool.
-    """
+    """Return the allowed tools. Raises InvalidRequestError if a name in `allowed` is no tool."""
     by_name = {tool.name: tool for tool in tools}
     for one in allowed:
         if one.name not in by_name:

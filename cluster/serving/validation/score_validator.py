@@ -45,10 +45,7 @@ class ScoreValidator:
         self._num_types = config.model.num_token_types
 
     async def validate(self, given: ScoreInput) -> EmbeddingRequest:
-        """Return the request; its vectors are the scores.
-
-        Raises RequestError.
-        """
+        """Return the request; its vectors are the scores. Raises RequestError."""
         check_model_name(given.model, self._model)
         _, name = given.params
         if not 1 <= len(given.pairs) <= MAX_PAIRS:

@@ -27,10 +27,7 @@ _ALL = re.compile("")
 
 
 def read_quantization(file: ConfigFile) -> Quantization | None:
-    """Return the format of weights, or None for plain weights.
-
-    Raises CheckpointError.
-    """
+    """Return the format of weights, or None for plain weights. Raises CheckpointError."""
     if not file.value("quantization_config"):
         return None
     section = file.section("quantization_config")

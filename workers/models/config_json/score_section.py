@@ -24,10 +24,7 @@ def has_score_head(file: ConfigFile) -> bool:
 
 
 def with_score(config: ModelConfig, file: ConfigFile) -> ModelConfig:
-    """Return the configuration of a model with a head for one score.
-
-    Raises CheckpointError.
-    """
+    """Return the configuration of a model with a head for one score. Raises CheckpointError."""
     labels = file.section("id2label")
     labels.note_read(*labels.given_keys())
     if len(labels.given_keys()) != 1:

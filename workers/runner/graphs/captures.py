@@ -56,10 +56,7 @@ class Captures(Generic[Capture]):
         return [] if self._has_failed else self._uncaptured()
 
     def capture_all(self, *, only_largest: bool) -> None:
-        """Capture the missing sizes, or only the largest.
-
-        Raises the errors of the capture.
-        """
+        """Capture the missing sizes, or only the largest. Raises the errors of the capture."""
         # The largest first, since smaller captures reuse its memory pool.
         for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
             if size not in self._made:

@@ -253,10 +253,7 @@ class RequestedStructure:
         """The parameter that requests it."""
 
     def add_structure(self, kind: StructureKind, text: str, param: str) -> None:
-        """Request a structure.
-
-        Raises InvalidRequestError for a second structure.
-        """
+        """Request a structure. Raises InvalidRequestError for a second structure."""
         if self.param is not None:
             raise InvalidRequestError(
                 f"{param} and {self.param} cannot be used together.", param=param
@@ -279,10 +276,7 @@ class RequestedStructure:
         self.add_structure("structural_tag", text, param)
 
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
-        """Request the structure of vLLM's `structured_outputs`.
-
-        Raises InvalidRequestError.
-        """
+        """Request the structure of vLLM's `structured_outputs`. Raises InvalidRequestError."""
         if given.json_ is not None:
             self.add_schema(given.json_, f"{param}.json")
         if given.regex is not None:
@@ -304,10 +298,7 @@ class RequestedStructure:
 
 
 def read_response_format(given: object, requested: RequestedStructure) -> None:
-    """Request the structure of OpenAI's `response_format`.
-
-    Raises InvalidRequestError.
-    """
+    """Request the structure of OpenAI's `response_format`. Raises InvalidRequestError."""
     param = "response_format"
     if isinstance(given, dict) and given.get("type") == "structural_tag":
         # Nulls in its schemas are values.

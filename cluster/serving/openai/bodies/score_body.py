@@ -81,7 +81,7 @@ class RerankBody(Body):
 
 
 class ScoreBody(Body):
-    """Texts to compare: a text with each other text, or two lists pair by pair."""
+    """Texts to compare: one with each of the others, or two lists pair by pair."""
 
     defaults: ClassVar[Defaults] = _DEFAULTS
 

@@ -71,7 +71,7 @@ class ToolChoiceObject(BodyPart):
 
 
 class AllowedTools(BodyPart):
-    """The tools that the model may call, and whether a call is required."""
+    """The tools that the model may call, and whether it must call one."""
 
     mode: Literal["auto", "required"]
     tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
