@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.fault_recovery import Blame
+from cluster.scheduling.fault_recovery import Blame, BlamedError
 from cluster.scheduling.plan_draft import StepBudget
 from cluster.scheduling.policy import (
     MAX_SKIPPED,
@@ -119,10 +119,14 @@ class Planner:
                     continue
                 if len(decodes) == budget.num_tokens:
                     break
-                with Blame(sequence):
-                    can_decode = self._prepare_decode(sequence, budget)
-                if not can_decode:
-                    continue
+                # Unlike a `Blame` block, this costs nothing without an exception.
+                try:
+                    if not self._prepare_decode(sequence, budget):
+                        continue
+                except BlamedError:
+                    raise
+                except Exception as error:
+                    raise BlamedError(sequence) from error
             decodes.append(sequence)
             positions.append(position)
             sequence.num_computed = position + 1
