@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.triton.token_rows import add_norm
+from attention.kernels.triton.norm_rope import add_norm
 from bench.engine import write_results
 from workers.parallel.peer_memory import RowShape
 from workers.parallel.process_group import make_group

@@ -21,12 +21,10 @@ from pathlib import Path
 import torch
 import triton
 
-from attention.gpu.decodes.memory import DecodeMemory
-from attention.gpu.decodes.schedule import DecodeDivision
-from attention.gpu.decodes.scheduler import DecodeScheduler
+from attention.gpu.decode_schedule import DecodeDivision, DecodeMemory, DecodeScheduler
 from attention.gpu.shared_kernels import decode_division
-from attention.kernels.triton.decodes.paged_decode import paged_decode
 from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
 from attention.params import AttentionParams
 

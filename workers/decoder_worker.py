@@ -34,17 +34,17 @@ from workers.memory_profile import (
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
+from workers.runner.checksum_jobs import ChecksumJobs
+from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.forward_pass import ForwardPass
-from workers.runner.graphs.capture_setup import CaptureSetup
-from workers.runner.graphs.decode_graphs import DecodeGraphs
-from workers.runner.graphs.piece_graphs import PieceGraphs
 from workers.runner.input_batch import InputBatch
-from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
-from workers.runner.kept_pool.pool_mapper import PoolMapper
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
 from workers.runner.model_runner import ModelRunner
+from workers.runner.persistent_pool import PoolMapper
+from workers.runner.piece_graphs import PieceGraphs
 from workers.runner.sampled_attention import SampledAttention
+from workers.runner.step_graphs import CaptureSetup
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 from workers.weights.checkpoint import with_cache_format
@@ -495,7 +495,7 @@ class CompiledNote:
         # Triton is imported only where it compiles.
         import triton
 
-        from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
+        from attention.kernels.triton.kernel_launcher import fix_kernel_keys
 
         kinds = (config, torch.cuda.get_device_name(device), triton.__version__, fix_kernel_keys())
         digest = sha256(repr(kinds).encode()).hexdigest()

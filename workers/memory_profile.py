@@ -13,10 +13,10 @@ from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import available_host_bytes, host_memory_bytes
 from pagedray.rank_progress import Phase
 from pagedray.sampling_params import MAX_LOGPROBS, SamplingParams
-from workers.runner.graphs.decode_graphs import graph_batch_sizes
-from workers.runner.graphs.piece_graphs import piece_sizes
+from workers.runner.decode_graphs import graph_batch_sizes
 from workers.runner.kv_cache import block_bytes, num_staging_blocks
-from workers.sampling.masks import num_mask_bytes
+from workers.runner.piece_graphs import piece_sizes
+from workers.sampling.edits import num_mask_bytes
 from workers.worker import release_gpu_memory
 
 if TYPE_CHECKING:

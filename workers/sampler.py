@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from workers.sampling.arrays import IntArray
-from workers.sampling.bad_words import BadWords
 from workers.sampling.choice import Draws
-from workers.sampling.edits import LogitEdits
-from workers.sampling.logprobs import LogprobReports, RawLogprobs
-from workers.sampling.masks import apply_masks, num_mask_bytes
+from workers.sampling.edits import BadWords, LogitEdits, Penalties, apply_masks, num_mask_bytes
+from workers.sampling.logprobs import (
+    LogprobReports,
+    PromptChunk,
+    PromptReport,
+    RawLogprobs,
+    describe_prompts,
+)
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.penalties import Penalties
-from workers.sampling.prompt_logprobs import PromptChunk, PromptReport, describe_prompts
 from workers.sampling.rows import Need, SamplingRows
 from workers.sampling.uploader import Uploader
 
@@ -271,6 +273,6 @@ def _fastest_choice(uploader: Uploader) -> Choice:
     if uploader.device.type != "cuda":
         return NumpyChoice()
     # Triton is imported where there is a GPU to compile for.
-    from workers.sampling.triton_choice import TritonChoice
+    from workers.sampling.device_choice import TritonChoice
 
     return TritonChoice(uploader)

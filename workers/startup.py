@@ -22,8 +22,8 @@ __all__ = ["begin_context", "import_libraries", "import_modules", "uncollected_i
 
 _MODULES = ("workers.embedding_worker", "workers.parallel.process_group")
 # Modules that are imported only when a model needs their kernels on a GPU.
-_KERNELS = ("attention.gpu.shared_kernels", "workers.sampling.triton_choice")
-_LIBRARIES = {"flashinfer": "attention.flashinfer.layer_kernels"}
+_KERNELS = ("attention.gpu.shared_kernels", "workers.sampling.device_choice")
+_LIBRARIES = {"flashinfer": "attention.gpu.flashinfer_kernels"}
 """The module of ours that imports each library, by the library's name."""
 
 
@@ -40,7 +40,7 @@ def import_modules(config: EngineConfig) -> None:
         # Triton is imported only where it compiles.
         from triton.runtime.cache import triton_key
 
-        from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
+        from attention.kernels.triton.kernel_launcher import fix_kernel_keys
 
         # Before the first kernel, Triton hashes its own libraries, and keeps the result: 0.4 s, in
         # which weights are loaded.

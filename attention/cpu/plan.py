@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from attention.cpu.decode import DecodeChunk
-from attention.cpu.gather import Gather
-from attention.cpu.write import WritePlan
-from attention.kernels.cpu.paged_decode import DecodeBatch
-from attention.kernels.cpu.paged_prefill import PrefillBatch
+from attention.cpu.buffers import WritePlan
+from attention.cpu.decode import DecodeChunk, Gather
+from attention.kernels.cpu.paged_decode import DecodeBatch, PrefillBatch
 
 __all__ = ["LayerPlan", "Prompts", "Span", "Tile"]
 

@@ -10,24 +10,29 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.cpu.bias import BandedBias
-from attention.cpu.decode import DecodePlanner
-from attention.cpu.gather import Gatherer
+from attention.cpu.decode import DecodePlanner, Gatherer
 from attention.cpu.plan import LayerPlan, Prompts, Span, Tile
-from attention.kernels.cpu.paged_decode import DecodeBatch
-from attention.kernels.cpu.paged_prefill import PrefillBatch
+from attention.kernels.cpu.paged_decode import DecodeBatch, PrefillBatch
 from attention.params import AttentionParams, AttentionSpec, AttentionType
 
 if TYPE_CHECKING:
     import torch
 
     from attention.batch import AttentionBatch, EncoderBatch
-    from attention.cpu.buffers import Scratch, StepArrays
-    from attention.cpu.write import WritePlan
+    from attention.cpu.buffers import Scratch, StepArrays, WritePlan
 
-__all__ = ["LayerPlanner", "PlanBuffers", "encoder_of", "make_planner"]
+__all__ = [
+    "LayerPlanner",
+    "PlanBuffers",
+    "encoder_of",
+    "make_planner",
+]
 
 _Ints = npt.NDArray[np.int64]
 _Lengths = npt.NDArray[np.int32]
+
+# Few queries per tile waste fewer hidden keys, many make fewer calls.
+# Bytes of a tensor with one element per head, query and key.
 
 
 class PlanBuffers(NamedTuple):

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attention.cpu.decode import DecodeChunk
-from attention.cpu.gather import Gather
+from attention.cpu.decode import DecodeChunk, Gather
 from attention.cpu.plan import Prompts, Span
 from attention.params import KV_CACHE_DTYPES, AttentionParams
 

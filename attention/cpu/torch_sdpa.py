@@ -21,15 +21,13 @@ from attention.abstract import (
     AttentionType,
     EagerAttentionState,
 )
-from attention.cpu.buffers import CacheViews, LayerViews, Scratch, StepArrays
+from attention.cpu.buffers import CacheViews, LayerViews, Scratch, StepArrays, WritePlan, plan_write
 from attention.cpu.plan import LayerPlan
 from attention.cpu.planner import PlanBuffers, encoder_of, make_planner
 from attention.cpu.run import LayerRunner
-from attention.cpu.write import WritePlan, plan_write
 from attention.fp8 import from_fp8, to_fp8
 from attention.kernels.cpu.cache_write import CacheWrite
-from attention.kernels.cpu.paged_decode import PagedDecode
-from attention.kernels.cpu.paged_prefill import PagedPrefill
+from attention.kernels.cpu.paged_decode import PagedDecode, PagedPrefill
 from attention.params import KV_CACHE_DTYPES
 
 __all__ = [

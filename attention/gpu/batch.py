@@ -4,20 +4,25 @@ Batches of equal shapes have equal addresses, which is all that a captured graph
 inputs.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.batch import AttentionBatch
-from attention.gpu.pinned_ring import PinnedRing, copy_from_host
 from attention.params import AttentionType
 
-__all__ = ["GpuBatch", "GpuBatchUploader", "SubBatch"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attention.batch import AttentionBatch
+
+__all__ = ["GpuBatch", "GpuBatchUploader", "PinnedRing", "SubBatch", "copy_from_host"]
 
 _Ints = npt.NDArray[np.int32]
 _Array = npt.NDArray[Any]  # int32 or int64
@@ -141,7 +146,7 @@ class GpuBatchUploader:
         self._latest = replace(after, decodes=decodes)
         return self._latest
 
-    def _sub_batch(self, part: "_HostSubBatch", tensors: list[torch.Tensor]) -> SubBatch:
+    def _sub_batch(self, part: _HostSubBatch, tensors: list[torch.Tensor]) -> SubBatch:
         starts, lens = tensors[part.index], tensors[part.index + 1]
         tables = None if part.block_tables is None else tensors[part.index + 2]
         max_seq_len = int(part.seq_lens.max(initial=0))
@@ -246,3 +251,44 @@ class _HostBatch:
         if encoder is not None and (is_run := encoder.query_lens > 0).any():
             lens = encoder.query_lens[is_run]
             self.sub_batches[4] = _HostSubBatch(self.arrays, 0, lens, lens, None)
+
+
+class PinnedRing:
+    """A ring of buffers: the host fills a buffer while the GPU still reads others."""
+
+    def __init__(self, device: torch.device, *, num_buffers: int = 2) -> None:
+        """Memory is allocated when it is needed; that of a CPU `device` is not pinned."""
+        self._is_cuda = device.type == "cuda"
+        self._turn = 0
+        self._buffers = [torch.empty(0, dtype=torch.int64)] * num_buffers
+        self._events: list[torch.cuda.Event | None] = [None] * num_buffers
+
+    @contextmanager
+    def next_buffer(self, num_words: int) -> Iterator[torch.Tensor]:
+        """Yield `num_words` int64 on the host; launch the readers of the buffer within the context.
+
+        Waits only if the GPU has not yet run the readers of this buffer's last turn.
+        """
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._buffers)
+        event = self._events[turn]
+        if event is not None:
+            event.synchronize()
+        if len(self._buffers[turn]) < num_words:
+            capacity = 1 << (num_words - 1).bit_length()
+            self._buffers[turn] = torch.empty(capacity, dtype=torch.int64, pin_memory=self._is_cuda)
+        yield self._buffers[turn][:num_words]
+        if self._is_cuda:
+            self._events[turn] = event = event or torch.cuda.Event()
+            event.record()
+
+
+def copy_from_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy int64 words from pinned memory, without waiting, and without a copy engine on a GPU."""
+    if not target.is_cuda:
+        target.copy_(source)
+        return
+    # Imported here so that this module can be imported without Triton.
+    from attention.kernels.triton.pinned_copy import copy_words
+
+    copy_words(target, source)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from attention.gpu.batch import GpuBatch, SubBatch
-from attention.gpu.decodes.memory import DecodeMemory
+from attention.gpu.decode_schedule import DecodeMemory
 from attention.kernels.new_tokens import NewTokens
 from attention.params import AttentionParams, AttentionSpec
 

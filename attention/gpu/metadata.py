@@ -16,7 +16,7 @@ from attention.abstract import (
     AttentionType,
 )
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
-from attention.gpu.decodes.memory import DecodeMemory
+from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.gpu.unified_op import AttentionOp, handle_of
 from attention.kernels.new_tokens import NewTokens, Rotary

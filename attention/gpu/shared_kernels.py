@@ -1,33 +1,33 @@
 """Attention by the shared Triton kernels, which support every feature."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from attention.gpu.batch import GpuBatch, SubBatch
-from attention.gpu.decodes.schedule import DecodeDivision
-from attention.gpu.decodes.scheduler import DecodeScheduler
-from attention.gpu.decodes.splits import SplitCosts
+from attention.gpu.decode_schedule import DecodeDivision, DecodeScheduler, SplitCosts
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.kernels.multiprocessors import num_multiprocessors
-from attention.kernels.new_tokens import NewTokens
-from attention.kernels.triton.decodes.paged_decode import PagedDecode
-from attention.kernels.triton.decodes.write_new_tokens import write_new_tokens
+from attention.kernels.triton.chunk_attention import paged_attention, ragged_attention
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.prompts.paged_attention import paged_attention
-from attention.kernels.triton.prompts.ragged_attention import ragged_attention
+from attention.kernels.triton.paged_decode import PagedDecode
 from attention.kernels.triton.tuning import (
     PagedAttentionTuning,
     default_decode_tuning,
     next_power_of_two,
 )
-from attention.params import AttentionParams
+from attention.kernels.triton.write_new_tokens import write_new_tokens
 
 if TYPE_CHECKING:
+    from attention.gpu.batch import GpuBatch, SubBatch
     from attention.kernels.decode_items import DecodeItems
+    from attention.kernels.new_tokens import NewTokens
+    from attention.params import AttentionParams, AttentionSpec
 
-__all__ = ["SharedKernels", "decode_division"]
+__all__ = ["SharedKernels", "TorchSDPAKernels", "decode_division"]
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs of a decode that a multiprocessor runs at the same time."""
@@ -38,6 +38,9 @@ _MOST_ROWS_IN_ONE_LAUNCH = 4
 
 Each program then takes about 2 us longer. Above this number of rows, a separate kernel is faster.
 """
+
+_LARGEST_HEAD = 256
+_HEAD_STEP = 8
 
 
 class SharedKernels(LayerKernels):
@@ -200,3 +203,54 @@ def decode_division(
 def _reach(params: AttentionParams) -> int:
     """Return how many keys a query sees on one side of its own position, -1 for all."""
     return -1 if params.sliding_window is None else params.sliding_window - 1
+
+
+class TorchSDPAKernels(SharedKernels):
+    """Sequences of equal length and without context by torch, all else by the shared kernels."""
+
+    def __init__(self, layers: LayerSet) -> None:
+        super().__init__(layers)
+        self._uses_torch = _supports(layers.params, layers.spec)
+
+    @property
+    def providers(self) -> dict[str, str]:
+        ragged = "torch" if self._uses_torch else "shared"
+        return {"prefill": "shared", "prefill_ragged": ragged, "decode": "shared"}
+
+    def prefill_ragged(
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        length = sub_batch.max_query_len
+        are_equal = length * len(sub_batch.query_lens) == sub_batch.num_tokens
+        is_cut = self.params.sliding_window is not None and length > self.params.sliding_window
+        if not self._uses_torch or not are_equal or is_cut:
+            super().prefill_ragged(sub_batch, query, key, value, out, sinks=sinks)
+            return
+        query, key, value = (
+            t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value)
+        )
+        result = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=self.params.is_causal,
+            scale=self.params.scale,
+            enable_gqa=self.params.num_queries_per_kv > 1,
+        )
+        out.copy_(result.transpose(1, 2).flatten(0, 1))
+
+
+def _supports(params: AttentionParams, spec: AttentionSpec) -> bool:
+    """Return whether torch has a kernel for these layers that does not store all scores."""
+    has_bias = not params.has_plain_softmax or params.alibi_slopes is not None
+    # Only kernels for 16 bits support query heads that share a KV head.
+    has_kernel = spec.dtype != torch.float32 or params.num_queries_per_kv == 1
+    fits = params.head_size <= _LARGEST_HEAD and params.head_size % _HEAD_STEP == 0
+    return has_kernel and fits and not has_bias

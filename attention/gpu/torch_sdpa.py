@@ -14,6 +14,6 @@ class TorchSDPAGpuMetadataBuilder(GpuMetadataBuilder):
 
     def _make_kernels(self, layers: LayerSet) -> LayerKernels:
         # Imported here because it needs Triton.
-        from attention.gpu.sdpa_kernels import TorchSDPAKernels
+        from attention.gpu.shared_kernels import TorchSDPAKernels
 
         return TorchSDPAKernels(layers)

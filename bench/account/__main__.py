@@ -32,11 +32,11 @@ from torch.profiler import ProfilerActivity, profile
 from bench.account.kernel_rows import Launch, Measurement, account_of, print_account
 from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
 from pagedray import LLM, SamplingParams
-from workers.runner.graphs.decode_graphs import DecodeGraphs
+from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.input_batch import InputBatch
 from workers.runner.model_runner import ModelRunner
 from workers.sampler import Sampler
-from workers.sampling.torch_choice import TorchChoice
+from workers.sampling.device_choice import TorchChoice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

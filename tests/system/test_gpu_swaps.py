@@ -23,9 +23,9 @@ from tests.greedy import generated, settled_stats
 from tests.small_models.checkpoints import save_word_tokenizer
 from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
-from workers.runner.kept_pool.mapped_pool import MappedPool
 from workers.runner.kv_cache import KVCache, make_host_pool
 from workers.runner.model_runner import ModelRunner
+from workers.runner.persistent_pool import MappedPool
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
 

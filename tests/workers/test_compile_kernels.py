@@ -14,7 +14,7 @@ from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
 from workers.decoder_worker import CompiledNote, DecoderWorker
 from workers.parallel.group import SoloGroup
-from workers.runner.graphs.step_graphs import StepGraphs
+from workers.runner.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from pathlib import Path

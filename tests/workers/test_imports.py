@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KEYS = """
 import sys
 from triton.runtime.jit import JITFunction
-from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
+from attention.kernels.triton.kernel_launcher import fix_kernel_keys
 fix_kernel_keys()
 modules = [sys.modules[name] for name in sorted(sys.modules) if ".kernels.triton." in name]
 kernels = [one for m in modules for one in vars(m).values() if isinstance(one, JITFunction)]

@@ -65,7 +65,7 @@ def add_norm_kernel(
     """
     if weight.device.type == "cuda":
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.token_rows import add_norm
+        from attention.kernels.triton.norm_rope import add_norm
 
         return partial(
             add_norm,
@@ -91,7 +91,7 @@ def add_parts_norm_kernel(
     """Return the kernel of `add_norm_kernel` that adds the parts of `SplitRows`."""
     if weight.device.type != "cuda":
         return None
-    from attention.kernels.triton.token_rows import add_parts_norm
+    from attention.kernels.triton.norm_rope import add_parts_norm
 
     return partial(
         add_parts_norm,
@@ -114,7 +114,7 @@ def quantized_add_norm_kernel(
     """Return the kernel of `add_norm_kernel` that quantizes the norm."""
     if weight.device.type != "cuda":
         return None
-    from attention.kernels.triton.token_rows import quantized_add_norm
+    from attention.kernels.triton.norm_rope import quantized_add_norm
 
     return partial(
         quantized_add_norm,
@@ -130,7 +130,7 @@ def head_norm_kernel(eps: float, device: torch.device) -> HeadNormKernel | None:
     """Return the kernel of RMSNorm of each head."""
     if device.type != "cuda":
         return None
-    from attention.kernels.triton.token_rows import norm_heads
+    from attention.kernels.triton.norm_rope import norm_heads
 
     return partial(norm_heads, eps=eps)
 
@@ -141,7 +141,7 @@ def rotate_kernel(table: torch.Tensor, dtype: torch.dtype) -> RotateKernel | Non
     `table` is `[num_positions, rotary_size]` float32: cosines, then sines, of each pair.
     """
     if table.device.type == "cuda":
-        from attention.kernels.triton.token_rows import rotate_heads
+        from attention.kernels.triton.norm_rope import rotate_heads
 
         return partial(rotate_heads, table=table)
     kernel = Rotate.make(table, dtype)
@@ -156,7 +156,7 @@ def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | No
         return Gate.make(device)
     if device.type != "cuda":
         return None
-    from attention.kernels.triton.gate import gated
+    from attention.kernels.triton.gated_activation import gated
 
     return partial(gated, kind=activation)
 
@@ -167,6 +167,6 @@ def quantized_gate_kernel(
     """Return the kernel of `gate_kernel` that quantizes the product."""
     if device.type != "cuda":
         return None
-    from attention.kernels.triton.gate import quantized_gated
+    from attention.kernels.triton.gated_activation import quantized_gated
 
     return partial(quantized_gated, kind=activation)

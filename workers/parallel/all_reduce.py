@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from attention.kernels.triton.sums.received_rows import ReceivedRows
+    from attention.kernels.triton.received_rows import ReceivedRows
     from pagedray.rank_progress import ProgressWord
     from workers.parallel.peer_memory import RowShape
 
@@ -65,7 +65,7 @@ class OneShotAllReduce:
 
         `max_begun_rows` is that of the group.
         """
-        from attention.kernels.triton.sums.one_shot_all_reduce import (
+        from attention.kernels.triton.one_shot_all_reduce import (
             PROGRAMS_PER_SM,
             Inboxes,
             inbox_bytes,
@@ -112,7 +112,7 @@ class OneShotAllReduce:
 
         `agree` returns whether it is called with True on all ranks.
         """
-        from attention.kernels.triton.sums.one_shot_all_reduce import EMPTY_BYTE
+        from attention.kernels.triton.one_shot_all_reduce import EMPTY_BYTE
 
         inboxes = self._inboxes
         self._abort.zero_()
@@ -149,7 +149,7 @@ class OneShotAllReduce:
 
     def reduce_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum `[num_rows, width]` over the ranks, in place, and return it."""
-        from attention.kernels.triton.sums.one_shot_all_reduce import all_reduce_rows
+        from attention.kernels.triton.one_shot_all_reduce import all_reduce_rows
 
         self._progress.begin_collective(Phase.ALL_REDUCE)
         all_reduce_rows(rows, self._inboxes)
@@ -170,7 +170,7 @@ class OneShotAllReduce:
 
         All are `[num_rows, width]`. The norm is that of `ResidualNorm`.
         """
-        from attention.kernels.triton.sums.one_shot_all_reduce import all_reduce_add_norm
+        from attention.kernels.triton.one_shot_all_reduce import all_reduce_add_norm
 
         self._progress.begin_collective(Phase.ALL_REDUCE)
         normed = all_reduce_add_norm(
@@ -382,7 +382,7 @@ class _PeerSum(PendingSum):
         self._device_index = device_index
 
     def finish(self) -> torch.Tensor:
-        from attention.kernels.triton.sums.received_rows import add_received
+        from attention.kernels.triton.received_rows import add_received
 
         add_received(self._rows, self._received())
         return self._rows
@@ -396,14 +396,14 @@ class _PeerSum(PendingSum):
         *,
         is_centered: bool,
     ) -> torch.Tensor:
-        from attention.kernels.triton.sums.received_rows import add_received_norm
+        from attention.kernels.triton.received_rows import add_received_norm
 
         return add_received_norm(
             stream, self._rows, self._received(), weight, bias, eps, is_centered=is_centered
         )
 
     def _received(self) -> ReceivedRows:
-        from attention.kernels.triton.sums.received_rows import ReceivedRows
+        from attention.kernels.triton.received_rows import ReceivedRows
 
         slot = self._slot
         # The rows may be overwritten, or freed and used again, once the sum is finished.

@@ -9,20 +9,30 @@ before, and the step waits only for blocks without a staging block.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
 
 from pagedray.batch import BlockCopy
-from workers.device_event import DeviceEvent
-from workers.runner.device_stream import DeviceStream
+from workers.device_event import DeviceEvent, record_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedray.batch import StepPlan
-    from workers.runner.staging_blocks import StagingBlocks
 
-__all__ = ["BlockSwaps", "Pools", "SwapFence", "SwapStreams"]
+__all__ = [
+    "BlockSwaps",
+    "CudaStream",
+    "HostStream",
+    "Pools",
+    "StagingBlocks",
+    "StepStream",
+    "SwapFence",
+    "SwapStreams",
+]
 
 
 class Pools(Protocol):
@@ -145,3 +155,85 @@ class BlockSwaps:
         num_blocks = len(first) + len(others)
         self._unmeasured.append(_Span(num_blocks=num_blocks, started=started, ended=self._last_out))
         return first_read
+
+
+class StagingBlocks:
+    """Gives out blocks, and takes them back once the copies from them have ended."""
+
+    def __init__(self, *, first_block: int, num_blocks: int) -> None:
+        self._free = list(range(first_block, first_block + num_blocks))
+        self._in_use: deque[tuple[DeviceEvent, list[int]]] = deque()
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Return free blocks, at most `num_blocks`; `give_back` must follow."""
+        while self._in_use and self._in_use[0][0].query():
+            self._free += self._in_use.popleft()[1]
+        num_left = max(len(self._free) - num_blocks, 0)
+        taken = self._free[num_left:]
+        del self._free[num_left:]
+        return taken
+
+    def give_back(self, blocks: list[int], copied: DeviceEvent) -> None:
+        """Take blocks back that were read once `copied` has completed."""
+        if blocks:
+            self._in_use.append((copied, blocks))
+
+
+class DeviceStream(Protocol):
+    """Work that runs in order, concurrently with other streams unless one waits for the other."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """Return a context in which copies and kernels go to this stream."""
+
+    def record(self) -> DeviceEvent:
+        """Return an event that completes with all work on this stream so far."""
+
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Have all later work on this stream wait for an event; the host does not wait."""
+
+
+class HostStream:
+    """Stands for every stream where there is no GPU, or nothing to copy."""
+
+    def active(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self) -> DeviceEvent:
+        return record_event(torch.device("cpu"))
+
+    def wait_for(self, event: DeviceEvent) -> None:
+        assert event.query()
+
+
+class CudaStream:
+    """A stream of its own on a GPU; steps do not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def active(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def record(self) -> DeviceEvent:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def wait_for(self, event: DeviceEvent) -> None:
+        self._stream.wait_event(cast("torch.cuda.Event", event))
+
+
+class StepStream:
+    """The stream of a GPU that is current where it is used: that of the steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def active(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self) -> DeviceEvent:
+        return record_event(self._device)
+
+    def wait_for(self, event: DeviceEvent) -> None:
+        torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", event))

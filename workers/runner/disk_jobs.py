@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pagedray.batch import BlockCopy, StepPlan
-    from workers.runner.kept_pool.block_checksums import BlockChecksums
+    from workers.runner.checksum_jobs import BlockChecksums
 
 __all__ = ["DiskFile", "DiskJobs"]
 

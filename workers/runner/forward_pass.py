@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.layers.sharded_logits import ShardedLogits
     from workers.models.decoder import Decoder
-    from workers.runner.graphs.decode_graphs import DecodeGraphs
-    from workers.runner.graphs.piece_graphs import PieceGraphs
-    from workers.runner.graphs.step_graphs import StepGraphs
+    from workers.runner.decode_graphs import DecodeGraphs
     from workers.runner.input_batch import StepInputs
+    from workers.runner.piece_graphs import PieceGraphs
     from workers.runner.sampled_attention import SampledAttention
+    from workers.runner.step_graphs import StepGraphs
 
 __all__ = ["ForwardPass"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch
-from workers.sampling.prompt_logprobs import PromptChunk
+from workers.sampling.logprobs import PromptChunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,21 +15,26 @@ import torch
 from pagedray.batch import TOKEN_ID_BYTES
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import record_event
-from workers.runner.block_swaps import BlockSwaps, SwapStreams
-from workers.runner.device_stream import CudaStream, HostStream, StepStream
-from workers.runner.graphs.dropped_capture import dropped_capture
+from workers.runner.block_swaps import (
+    BlockSwaps,
+    CudaStream,
+    HostStream,
+    StagingBlocks,
+    StepStream,
+    SwapStreams,
+)
 from workers.runner.pending_tokens import PendingTokens
-from workers.runner.staging_blocks import StagingBlocks
+from workers.runner.step_graphs import dropped_capture
 
 if TYPE_CHECKING:
     from pagedray.batch import SequenceStart, StepMasks, StepPlan
+    from workers.runner.checksum_jobs import ChecksumJobs, Fence
     from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
-    from workers.runner.kept_pool.checksum_jobs import ChecksumJobs, Fence
     from workers.runner.kv_cache import KVCache
     from workers.runner.pending_tokens import Sample
     from workers.sampler import Sampled, Sampler
-    from workers.sampling.prompt_logprobs import PromptReport
+    from workers.sampling.logprobs import PromptReport
 
 __all__ = ["ModelRunner", "Prompts"]
 
@@ -68,7 +73,7 @@ class ModelRunner:
 
         All ranks of a group must do this at the same time.
         """
-        from attention.kernels.triton.launches.parallel_compilation import ParallelCompilation
+        from attention.kernels.triton.kernel_launcher import ParallelCompilation
 
         with ParallelCompilation(num_threads) as compilation:
             with dropped_capture(torch.cuda.Stream(self._cache.device_pool.device)):

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from workers.runner.block_swaps import BlockSwaps
-    from workers.runner.kept_pool.checksum_jobs import Fence
+    from workers.runner.checksum_jobs import Fence
     from workers.sampler import Sampled
-    from workers.sampling.prompt_logprobs import PromptReport
+    from workers.sampling.logprobs import PromptReport
 
 __all__ = ["PendingTokens", "Sample"]
 

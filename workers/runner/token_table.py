@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from attention.gpu.pinned_ring import PinnedRing, copy_from_host
+from attention.gpu.batch import PinnedRing, copy_from_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ class TokenTable:
             )
             return self._tokens[device_rows, device_positions], device_positions, parts
         # Imported here so that this module can be imported without Triton.
-        from attention.kernels.triton.host_words import place_tokens
+        from attention.kernels.triton.pinned_copy import place_tokens
 
         sizes = [-(-len(other) // _ALIGNMENT) * _ALIGNMENT for other in others]
         rest = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
@@ -127,7 +127,7 @@ class TokenTable:
             # A row with logits that were not finite has -1; 0 keeps its extra step in range.
             self._tokens[rows, positions] = token_ids.clamp(min=0)
             return token_ids
-        from attention.kernels.triton.host_words import append_tokens
+        from attention.kernels.triton.pinned_copy import append_tokens
 
         output = self._outputs[self._turn][: len(token_ids)]
         self._turn = (self._turn + 1) % _NUM_OUTPUTS

@@ -6,19 +6,43 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedray.sampling_params import MAX_BAD_WORD_TOKENS
 from workers.sampling.arrays import IntArray, upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
-
     from pagedray.batch import SequenceStart
 
-__all__ = ["LogitEdits"]
+__all__ = [
+    "BadWords",
+    "LogitEdits",
+    "Penalties",
+    "apply_masks",
+    "num_mask_bytes",
+    "penalize",
+    "penalize_seen",
+]
+
+_LENGTH = MAX_BAD_WORD_TOKENS - 1
+"""Tokens of an output that may begin a word."""
+_NONE = -1
+"""Stands for a token that the output does not have yet."""
+_ANY = -2
+"""Stands for a token that a word does not have."""
+Strengths = NDArray[np.float32]
+
+# Additions to the scores of eight tokens, for each byte of a mask. Adding -inf, rather than writing
+# it, keeps a NaN visible.
+_ADDED = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0.0),
+    np.float32(-np.inf),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,3 +133,228 @@ def _forbid_others(scores: Tensor, allowed_ids: Tensor) -> None:
     kept = scores[allowed_ids]
     scores += -np.inf
     scores[allowed_ids] = kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Words:
+    """The words of several rows, on the device."""
+
+    beginnings: Tensor
+    """int32 `[num_words, _LENGTH]`: the tokens before the last token, after `_ANY`."""
+    last_ids: Tensor
+    """int64 `[num_words]`."""
+    owners: Tensor
+    """int64 `[num_words]`: the index of the word's row among the rows."""
+    rows: Tensor
+    """int64 `[num_words]`."""
+
+
+class BadWords:
+    """The bad words of every row that has some."""
+
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._words_by_row: dict[int, tuple[tuple[int, ...], ...]] = {}
+        # Made in inference mode, it could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            self._last_tokens = torch.full(
+                (max_num_rows, _LENGTH), _NONE, dtype=torch.int32, device=device
+            )
+        self._words: tuple[bytes, _Words] | None = None
+        """The rows of the last step and their bad words; most steps have the same rows again."""
+
+    def start(self, start: SequenceStart) -> None:
+        """Replace the words of the row, and record the output with which it starts."""
+        words = tuple(filter(self._is_known, start.bad_token_ids))
+        self._words_by_row[start.row] = words
+        self._words = None
+        tokens = np.full(_LENGTH, _NONE, dtype=np.int32)
+        output = np.frombuffer(start.token_ids, np.int32)[start.num_prompt_tokens :][-_LENGTH:]
+        tokens[_LENGTH - len(output) :] = output
+        self._last_tokens[start.row].copy_(upload(tokens, self._device))
+
+    def end(self, row: int) -> None:
+        """Forget the row."""
+        if self._words_by_row.pop(row, None) is not None:
+            self._words = None
+
+    def apply(self, scores: Tensor, indices: IntArray, rows: IntArray) -> None:
+        """Forbid the ends of words in `scores[indices]`, which belong to these rows, in place."""
+        words = self._words_of(rows)
+        is_begun = (words.beginnings == _ANY) | (words.beginnings == self._last_tokens[words.rows])
+        # Adding -inf, rather than writing it, keeps a NaN visible.
+        added = torch.zeros(len(words.last_ids), device=self._device)
+        added.masked_fill_(is_begun.all(1), -torch.inf)
+        where = (upload(indices, self._device)[words.owners], words.last_ids)
+        scores.index_put_(where, added, accumulate=True)
+
+    def append(self, rows: IntArray, token_ids: Tensor) -> None:
+        """Record the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
+        row_ids = upload(rows, self._device)
+        before, token_ids = self._last_tokens[row_ids], token_ids.unsqueeze(1).int()
+        after = torch.cat((before[:, 1:], token_ids), dim=1)
+        self._last_tokens[row_ids] = torch.where(token_ids >= 0, after, before)
+
+    def _words_of(self, rows: IntArray) -> _Words:
+        key = rows.tobytes()
+        if self._words is None or self._words[0] != key:
+            self._words = key, self._upload(rows)
+        return self._words[1]
+
+    def _upload(self, rows: IntArray) -> _Words:
+        table: list[tuple[int, ...]] = []
+        for owner, row in enumerate(rows.tolist()):
+            for word in self._words_by_row[row]:
+                padding = (_ANY,) * (_LENGTH + 1 - len(word))
+                table.append((owner, row, *padding, *word))
+        words = np.array(table, dtype=np.int64).reshape(-1, _LENGTH + 3)
+        owners, rows_of_words, last_ids = upload(words[:, [0, 1, -1]].T, self._device)
+        return _Words(
+            beginnings=upload(words[:, 2:-1].astype(np.int32), self._device),
+            last_ids=last_ids,
+            owners=owners,
+            rows=rows_of_words,
+        )
+
+    def _is_known(self, word: tuple[int, ...]) -> bool:
+        return all(0 <= token_id < self._vocab_size for token_id in word)
+
+
+class Penalties:
+    """The penalties of every row that has some."""
+
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._output_counts = self._zeros(0, torch.int32)
+        """`[max_num_rows, vocab_size]`, or empty before any row has had a penalty."""
+        self._is_seen = self._zeros(0, torch.bool)
+        self._strengths: Strengths = np.zeros((max_num_rows, 3), dtype=np.float32)
+
+    def start(self, start: SequenceStart) -> None:
+        """Replace the penalties of the row, and count the tokens with which it starts."""
+        sampling = start.sampling
+        if not len(self._is_seen):
+            self._output_counts = self._zeros(len(self._strengths), torch.int32)
+            self._is_seen = self._zeros(len(self._strengths), torch.bool)
+        self._strengths[start.row] = (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        token_ids = np.frombuffer(start.token_ids, np.int32)
+        counts = self._output_counts[start.row].zero_()
+        is_seen = self._is_seen[start.row].zero_()
+        seen_ids = self._known(token_ids)
+        if len(seen_ids):
+            is_seen.index_fill_(0, upload(seen_ids, self._device), True)
+        output_ids = self._known(token_ids[start.num_prompt_tokens :])
+        if len(output_ids):
+            output_ids, times = np.unique(output_ids, return_counts=True)
+            counts[upload(output_ids, self._device)] = upload(times.astype(np.int32), self._device)
+
+    def apply(self, scores: Tensor, indices: IntArray, rows: IntArray) -> None:
+        """Penalize `scores[indices]`, which belong to these rows, in place."""
+        strengths = self._strengths[rows]
+        if self._device.type == "cpu":
+            penalize_seen(scores, indices, self._is_seen, self._output_counts, rows, strengths)
+        else:
+            penalize(scores, indices, self._is_seen, self._output_counts, rows, strengths)
+
+    def count(self, rows: IntArray, token_ids: Tensor) -> None:
+        """Count the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
+        slots = upload(rows, self._device)
+        is_token, token_ids = token_ids >= 0, token_ids.clamp(min=0)
+        self._output_counts[slots, token_ids] += is_token
+        self._is_seen[slots, token_ids] |= is_token
+
+    def _zeros(self, num_rows: int, dtype: torch.dtype) -> Tensor:
+        # Made in inference mode, it could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            return torch.zeros(num_rows, self._vocab_size, dtype=dtype, device=self._device)
+
+    def _known(self, token_ids: NDArray[np.int32]) -> IntArray:
+        # A placeholder, such as that of an image, has an id but no logit.
+        ids = token_ids.astype(np.int64)
+        return ids[(ids >= 0) & (ids < self._vocab_size)]
+
+
+def penalize(
+    scores: Tensor,
+    indices: IntArray,
+    is_seen: Tensor,
+    output_counts: Tensor,
+    slots: IntArray,
+    strengths: Strengths,
+) -> None:
+    """Penalize `scores[indices]` by these slots of the counts, in place, on any device.
+
+    `strengths` is `[num_indices, 3]`: repetition, presence, frequency.
+    """
+    # [num_indices, 1] each.
+    repetition, presence, frequency = upload(strengths, scores.device).unsqueeze(-1).unbind(1)
+    index, slot = upload(np.stack((indices, slots)), scores.device)
+    penalized, counts = scores[index], output_counts[slot]
+    if (strengths[:, 0] != 1.0).any():
+        weakened = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
+        penalized = torch.where(is_seen[slot], weakened, penalized)
+    if strengths[:, 1].any():
+        penalized -= (counts > 0) * presence
+    if strengths[:, 2].any():
+        penalized -= counts * frequency
+    scores[index] = penalized
+
+
+def penalize_seen(
+    scores: Tensor,
+    indices: IntArray,
+    is_seen: Tensor,
+    output_counts: Tensor,
+    slots: IntArray,
+    strengths: Strengths,
+) -> None:
+    """Do the same on the CPU, in time that is proportional to the number of tokens seen."""
+    score_rows, seen_rows, count_rows = scores.numpy(), is_seen.numpy(), output_counts.numpy()
+    for index, slot, strength in zip(indices.tolist(), slots.tolist(), strengths, strict=True):
+        repetition, presence, frequency = strength
+        ids = np.flatnonzero(seen_rows[slot])
+        values, counts = score_rows[index, ids], count_rows[slot, ids].astype(np.float32)
+        # An extreme penalty makes the scores of its own row infinite, which -1 reports.
+        with np.errstate(all="ignore"):
+            values = np.where(values > 0, values / repetition, values * repetition)
+            score_rows[index, ids] = values - (counts > 0) * presence - counts * frequency
+
+
+def num_mask_bytes(vocab_size: int) -> int:
+    """Return the bytes of one mask: a bit a token, in whole words of 32."""
+    return -(-vocab_size // 32) * 4
+
+
+def apply_masks(scores: Tensor, indices: IntArray, words: bytes) -> None:
+    """Forbid the tokens that the mask of each index does not allow in `scores[indices]`, in place.
+
+    `scores` is `[num_scores, vocab_size]` float32; `pagedray.batch.StepMasks` describes the masks.
+    """
+    # On a little-endian machine bit i % 32 of word i // 32 is bit i % 8 of byte i // 8.
+    masks = np.frombuffer(words, dtype=np.uint8).reshape(len(indices), -1)
+    assert masks.shape[1] == num_mask_bytes(scores.shape[1])
+    if scores.device.type == "cpu":
+        _apply_on_cpu(scores, indices, masks)
+        return
+    bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    # A copy, since the bytes of a message cannot be written, which torch requires.
+    is_allowed = (upload(masks.copy(), scores.device).unsqueeze(-1) >> bits) & 1
+    is_forbidden = is_allowed.flatten(1)[:, : scores.shape[1]] == 0
+    index = upload(indices, scores.device)
+    added = torch.zeros(is_forbidden.shape, device=scores.device)
+    scores.index_add_(0, index, added.masked_fill_(is_forbidden, -torch.inf))
+
+
+def _apply_on_cpu(scores: Tensor, indices: IntArray, masks: NDArray[np.uint8]) -> None:
+    rows = scores.numpy()
+    for index, mask in zip(indices.tolist(), masks, strict=True):
+        added = _ADDED.take(mask, axis=0).reshape(-1)[: rows.shape[1]]
+        # An infinite score becomes a NaN, and the row is broken.
+        with np.errstate(invalid="ignore"):
+            rows[index] += added

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from pagedray.batch import SequenceStart
     from workers.sampling.arrays import FloatArray, IntArray
 
-__all__ = ["Need", "SamplingRows", "finalize", "generator_start", "uniforms"]
+__all__ = [
+    "Need",
+    "SamplingRows",
+    "finalize",
+    "generator_start",
+    "uniforms",
+]
 
 # At this temperature any difference of float32 logits gives the lower one probability 0.
 LOWEST_TEMPERATURE = 1e-20
 _NO_POSITION = np.iinfo(np.int64).max
-
 GAMMA = 0x9E3779B97F4A7C15
 
 

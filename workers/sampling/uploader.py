@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attention.gpu.pinned_ring import PinnedRing, copy_from_host
+from attention.gpu.batch import PinnedRing, copy_from_host
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.native import load_kernels
-from attention.kernels.cpu.tiled_product import TiledProduct
+from attention.kernels.cpu.packed_gemm import TiledProduct
 
 if TYPE_CHECKING:
     from typing import Literal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -10,11 +11,10 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu.amx import has_amx
+from attention.kernels.cpu.instruction_set import has_amx
 from attention.kernels.cpu.native import find_kernel, load_kernels
-from attention.kernels.cpu.tiled_product import TiledProduct
 
-__all__ = ["PackedGemm"]
+__all__ = ["PackedGemm", "TiledProduct"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 # Columns of a tile as packed here, and as other libraries may pack them, the most likely first.
@@ -29,6 +29,47 @@ _SLICE = 16
 # The longest row of x that fits in the kernel's buffer.
 _MOST_IN_SIZE = 2**18
 _COMPARED_TILES = 4
+
+
+class TiledProduct(ABC):
+    """A weight, `[out_size, in_size]`, packed into tiles of columns.
+
+    Every sum is taken in the same order: a row of the result depends neither on the other rows of
+    the batch nor on the number of threads.
+    """
+
+    _tile: int
+    """Columns of a tile."""
+
+    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype) -> None:
+        """`dtype` is that of the inputs."""
+        self._out_size, self._in_size = out_size, in_size
+        self._dtype = dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[num_rows, out_size]` for `[num_rows, in_size]`; rows of x may be strided."""
+        return self._product(x, self._out_size, is_gated=False)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
+        half = self._out_size // 2
+        if half % self._tile == 0:
+            return self._product(x, half, is_gated=True)
+        gate, other = self(x).chunk(2, dim=1)
+        return functional.silu(gate).mul_(other)
+
+    @abstractmethod
+    def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
+        """Write the product, gated or not."""
+
+    def _product(self, x: torch.Tensor, out_size: int, *, is_gated: bool) -> torch.Tensor:
+        num_rows, in_size = x.shape
+        assert x.dtype == self._dtype
+        assert in_size == self._in_size
+        assert x.stride(1) == 1
+        out = x.new_empty((num_rows, out_size))
+        self._run(x, out, is_gated=is_gated)
+        return out
 
 
 class _GemmShape(ctypes.Structure):

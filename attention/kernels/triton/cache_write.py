@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.launches.dependent_launch import (
+from attention.kernels.triton.kernel_launcher import (
+    KernelLauncher,
     can_depend,
     launch_options,
     wait_for_inputs,
 )
-from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["cache_write"]

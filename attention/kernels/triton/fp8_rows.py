@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.quantized_rows import QuantizedRows
-from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["ROW_STEP", "empty_quantized", "quantize_blocks", "quantize_rows", "store_quantized"]

@@ -23,7 +23,7 @@ HOPPER_FEATURES = ("plain", "scale", "window", "cap", "window+cap")
 @pytest.fixture
 def only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small prompts, too, go to the kernels for Hopper."""
-    from attention.flashinfer.prefill import FlashInferPrefill
+    from attention.gpu.flashinfer_kernels import FlashInferPrefill
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
-from attention.flashinfer.pages import PageUploader
-from attention.flashinfer.plan_arguments import plan_arguments
-from attention.flashinfer.unsupported import reason_for_shared
 from attention.gpu.batch import SubBatch
-from attention.gpu_backends import FlashInferBackend
+from attention.gpu.flashinfer_pages import PageUploader, plan_arguments
+from attention.gpu_backends import FlashInferBackend, reason_for_shared
 from attention.selector import select_backend
 from tests.attention.rig import params_of
 

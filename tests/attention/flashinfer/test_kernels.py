@@ -24,7 +24,7 @@ from tests.attention.rig import Rig, params_of
 
 pytest.importorskip("triton")
 
-MODULES = tuple(f"attention.flashinfer.{name}" for name in ("decode", "prefill", "layer_kernels"))
+MODULES = ("attention.gpu.flashinfer_kernels",)
 BACKENDS = FlashInferBackend, HybridBackend
 over_backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 FEATURES: dict[str, AttentionParams] = {

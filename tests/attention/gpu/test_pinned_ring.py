@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.gpu.pinned_ring import PinnedRing, copy_from_host
+from attention.gpu.batch import PinnedRing, copy_from_host
 
 
 def test_a_buffer_keeps_its_words_until_its_next_turn() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
-from attention.gpu.decodes.memory import DecodeMemory
+from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.kernels.decode_items import DecodeScratch
 from attention.params import KV_CACHE_DTYPES

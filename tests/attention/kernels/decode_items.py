@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attention.gpu.decodes.schedule import DecodeDivision
-from attention.gpu.decodes.splits import SplitCosts
+from attention.gpu.decode_schedule import DecodeDivision, SplitCosts
 from attention.kernels.decode_items import DecodeItems, DecodeScratch
 
 if TYPE_CHECKING:

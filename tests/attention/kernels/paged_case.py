@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.kernels.new_tokens import NewTokens, Rotary
-from attention.kernels.triton.decodes.paged_decode import paged_decode
-from attention.kernels.triton.decodes.write_new_tokens import write_new_tokens
-from attention.kernels.triton.prompts.paged_attention import paged_attention
-from attention.kernels.triton.prompts.ragged_attention import ragged_attention
+from attention.kernels.triton.chunk_attention import paged_attention, ragged_attention
+from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
+from attention.kernels.triton.write_new_tokens import write_new_tokens
 from tests.attention.dense_reference import relative_error
 from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.features import options_of, sinks_for

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
-from attention.kernels.triton.gate import gated, quantized_gated
+from attention.kernels.triton.gated_activation import gated, quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
 from attention.kernels.triton.gemm.skinny import (
     MAX_ROWS,
@@ -18,7 +18,7 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gated,
     skinny_gemm,
 )
-from attention.kernels.triton.token_rows import add_norm, quantized_add_norm
+from attention.kernels.triton.norm_rope import add_norm, quantized_add_norm
 from tests.attention.kernels.kernel_device import DEVICE
 
 if TYPE_CHECKING:

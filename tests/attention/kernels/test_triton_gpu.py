@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
-from attention.kernels.triton.decodes.paged_decode import PagedDecode, paged_decode
-from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
-from attention.kernels.triton.launches.repeated_launch import RepeatedLaunch
+from attention.kernels.triton.kernel_launcher import KernelLauncher, RepeatedLaunch
 from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_decode import PagedDecode, paged_decode
 from attention.kernels.triton.tuning import default_decode_tuning
 from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.features import FEATURES, HEADS, Shape

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.kernels.triton.host_words import append_tokens, copy_words, place_tokens
+from attention.kernels.triton.pinned_copy import append_tokens, copy_words, place_tokens
 from tests.attention.kernels.kernel_device import DEVICE
 
 NUM_ROWS, LENGTH = 37, 51

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.gate import Gate, gated
-from attention.kernels.triton.token_rows import add_norm, add_parts_norm, norm_heads, rotate_heads
+from attention.kernels.triton.gated_activation import Gate, gated
+from attention.kernels.triton.norm_rope import add_norm, add_parts_norm, norm_heads, rotate_heads
 from tests.attention.kernels.kernel_device import DEVICE
 
 # One bit of the type's last place; Triton's interpreter cuts bfloat16 off where a GPU rounds it.

@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(query.shape)
         return scaled_dot_product_attention(query, *rest, **options)
 
-    name = "attention.gpu.sdpa_kernels.scaled_dot_product_attention"
+    name = "attention.gpu.shared_kernels.scaled_dot_product_attention"
     monkeypatch.setattr(name, counted)
     return shapes
 

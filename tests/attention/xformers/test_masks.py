@@ -14,9 +14,13 @@ from tests.attention.rig import params_of
 pytest.importorskip("triton")
 pytest.importorskip("xformers")
 
-from attention.xformers.decode import PagedDecodes, _layer_slots
-from attention.xformers.library import attn_bias, decode_op
-from attention.xformers.ragged import RaggedAttention
+from attention.gpu.xformers_kernels import (
+    PagedDecodes,
+    RaggedAttention,
+    _layer_slots,
+    attn_bias,
+    decode_op,
+)
 
 CPU = torch.device("cpu")
 PLAIN = params_of(8, 2, 64)

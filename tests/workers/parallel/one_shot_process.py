@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
-from attention.kernels.triton.sums import one_shot_all_reduce
-from attention.kernels.triton.token_rows import add_norm
+from attention.kernels.triton import one_shot_all_reduce
+from attention.kernels.triton.norm_rope import add_norm
 from workers.parallel.peer_memory import RowShape
 from workers.parallel.process_group import make_group
 from workers.parallel.rendezvous import LOOPBACK

@@ -10,8 +10,7 @@ import pytest
 
 from pagedray.batch import BlockCopy, StepPlan
 from tests.workers.runner.ordered_streams import OrderedDevice, OrderedPools
-from workers.runner.block_swaps import BlockSwaps, SwapFence, SwapStreams
-from workers.runner.staging_blocks import StagingBlocks
+from workers.runner.block_swaps import BlockSwaps, StagingBlocks, SwapFence, SwapStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
+from workers.runner.checksum_jobs import BYTES_PER_BLOCK, BlockChecksums
 from workers.runner.disk_jobs import DiskFile, DiskJobs
-from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK, BlockChecksums
 
 BLOCK_BYTES = 2 * 3 * 64 * 2
 

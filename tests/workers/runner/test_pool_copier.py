@@ -11,7 +11,7 @@ import torch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.batch import BlockCopy
 from workers.runner.host_pool import HostPool
-from workers.runner.pool_copier import PoolCopier
+from workers.runner.kv_cache import PoolCopier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.workers.sampling.sampler_rig import make_sampler
+from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.torch_choice import TorchChoice
 
 if TYPE_CHECKING:
     from workers.sampler import Sampler

@@ -18,7 +18,7 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
-from workers.sampling.masks import num_mask_bytes
+from workers.sampling.edits import num_mask_bytes
 
 if TYPE_CHECKING:
     from workers.sampler import Sampler

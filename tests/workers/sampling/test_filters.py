@@ -30,9 +30,9 @@ from tests.workers.sampling.sampler_rig import (
     sample_one,
 )
 from workers.sampling.choice import Choice, Draws
+from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.rows import generator_start, uniforms
-from workers.sampling.torch_choice import TorchChoice
 
 if TYPE_CHECKING:
     from workers.sampler import Sampler

@@ -19,7 +19,7 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
-from workers.sampling.penalties import penalize, penalize_seen
+from workers.sampling.edits import penalize, penalize_seen
 
 if TYPE_CHECKING:
     from workers.sampler import Sampler

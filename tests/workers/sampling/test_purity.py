@@ -24,8 +24,8 @@ from tests.workers.sampling.sampler_rig import (
     run_alone,
     sample_one,
 )
+from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.torch_choice import TorchChoice
 
 if TYPE_CHECKING:
     from workers.sampler import Sampler

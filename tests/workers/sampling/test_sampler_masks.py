@@ -9,7 +9,7 @@ import torch
 from pagedray.batch import SequenceStart, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.sampler import Sampler
-from workers.sampling.masks import apply_masks, num_mask_bytes
+from workers.sampling.edits import apply_masks, num_mask_bytes
 
 VOCAB_SIZE = 77
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from workers.sampler import Sampler
-from workers.sampling.masks import num_mask_bytes
+from workers.sampling.edits import num_mask_bytes
 from workers.sampling.numpy_choice import NumpyChoice
 
 if TYPE_CHECKING:

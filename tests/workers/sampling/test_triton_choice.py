@@ -10,8 +10,8 @@ import torch
 
 from tests.workers.sampling.choice_reference import RankedRow, draw
 from workers.sampling.choice import Choice, Draws
+from workers.sampling.device_choice import TritonChoice, _parameters
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.triton_choice import TritonChoice, _parameters
 from workers.sampling.uploader import Uploader
 
 NUM_ROWS = 6

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu.amx import has_amx
+from attention.kernels.cpu.instruction_set import has_amx
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from workers.layers.linear_kernels.linear_kernel import LinearKernel
 

@@ -7,25 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from pagedray.model_config import Activation, Dtype, ModelConfig
+from pagedray.model_config import Activation, Dtype, ExpertsConfig, ModelConfig, TensorNames
 from workers.models.config_json.config_file import ConfigFile
-from workers.models.config_json.limits import (
-    MAX_HEAD_SIZE,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_SIZE,
-    MAX_VOCAB,
-)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
+    "MAX_FACTOR",
+    "MAX_HEADS",
+    "MAX_LAYERS",
+    "MAX_POSITIONS",
+    "MAX_SIZE",
+    "MAX_THETA",
+    "MAX_VOCAB",
+    "STACKED_NAMES",
     "Family",
     "base_config",
     "check_causal",
     "eos_token_ids",
+    "experts_of",
+    "has_window_by_layer",
     "model_dtype",
+    "qwen_windows",
+    "windows_by_layer_type",
 ]
 
 _FP8 = "float8_e4m3fn"
@@ -34,6 +41,26 @@ _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "silu": ("hidden_act", ("silu", "swish")),
     "gelu_tanh": ("hidden_activation", ("gelu_pytorch_tanh",)),
 }
+_KINDS = ("sliding_attention", "full_attention")
+MAX_EXPERTS = 2**12
+STACKED_NAMES = TensorNames(
+    expert_input=("mlp.experts.gate_up_proj",), expert_output="mlp.experts.down_proj"
+)
+"""Names of transformers' own modules."""
+# Transformers takes one name for the other.
+_NUM_KEYS = ("num_experts", "num_local_experts")
+
+MAX_SIZE = 2**20
+"""Columns of a weight."""
+MAX_VOCAB = 2**24
+MAX_LAYERS = 1024
+MAX_HEADS = 2**14
+MAX_HEAD_SIZE = 1024
+MAX_POSITIONS = 2**26
+MAX_THETA = 1e12
+"""Base of the rope."""
+MAX_FACTOR = 1e6
+"""Maximum of factors of the rope's positions and of a layer's values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +164,69 @@ def _head_size(file: ConfigFile, hidden_size: int, num_heads: int, default: int 
     if size % 2:
         raise file.rejection("head_dim", f"must be even, not {size}")
     return size
+
+
+def windows_by_layer_type(
+    file: ConfigFile, *, default_window: int, has_window_by_default: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """Return each layer's window by `layer_types`, or by the default if that is missing."""
+    has_window = has_window_by_layer(file, len(has_window_by_default)) or has_window_by_default
+    if file.has_null("sliding_window") and any(has_window):
+        raise file.rejection(
+            "sliding_window", "must be an integer, since some layers use sliding attention"
+        )
+    window = file.integer("sliding_window", default_window, most=MAX_POSITIONS)
+    return tuple(window if has else None for has in has_window)
+
+
+def qwen_windows(
+    file: ConfigFile, num_layers: int, *, default_first: int = 28
+) -> tuple[int | None, ...]:
+    """Return Qwen's windows, which `use_sliding_window` enables; empty without windows.
+
+    `default_first` is the default of the first layer with a window.
+    """
+    file.note_read("sliding_window", "max_window_layers", "layer_types")
+    if not file.flag("use_sliding_window", False):
+        return ()
+    if file.has_null("sliding_window"):
+        return ()
+    window = file.integer("sliding_window", 4096, most=MAX_POSITIONS)
+    first = file.integer("max_window_layers", default_first, least=0, most=MAX_LAYERS)
+    later = [layer >= first for layer in range(num_layers)]
+    return tuple(window if has else None for has in has_window_by_layer(file, num_layers) or later)
+
+
+def has_window_by_layer(file: ConfigFile, num_layers: int) -> list[bool]:
+    """Return whether each layer has a window; empty if `layer_types` is missing."""
+    kinds = file.words("layer_types")
+    if kinds and len(kinds) != num_layers:
+        raise file.rejection("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise file.rejection(
+                "layer_types", f"may contain only {' and '.join(_KINDS)}, not {kind[:40]!r}"
+            )
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def experts_of(
+    file: ConfigFile,
+    *,
+    default_num: int,
+    default_num_chosen: int,
+    intermediate_size: int,
+    is_renormalized: bool,
+) -> ExpertsConfig:
+    """Return the experts of all layers; defaults stand for missing keys."""
+    given = [key for key in _NUM_KEYS if key in file]
+    num_experts = file.integer(given[0] if given else _NUM_KEYS[0], default_num, most=MAX_EXPERTS)
+    if len(given) == len(_NUM_KEYS) and file.value(given[1]) != num_experts:
+        raise file.rejection(given[1], f"must be equal to {given[0]} {num_experts}")
+    num_chosen = file.integer("num_experts_per_tok", default_num_chosen, most=num_experts)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=intermediate_size,
+        is_renormalized=is_renormalized,
+    )

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pagedray.files import has_file
 from pagedray.model_config import DenseModule
-from workers.models.config_json.config_file import ConfigFile
-from workers.models.config_json.ignored_fields import check_all_read
-from workers.models.config_json.limits import MAX_SIZE
+from workers.models.config_json.config_file import ConfigFile, check_all_read
+from workers.models.config_json.family import MAX_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

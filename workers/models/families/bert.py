@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig, TensorNames
-from workers.models.config_json.family import Family
-from workers.models.config_json.limits import MAX_POSITIONS, MAX_SIZE, MAX_VOCAB
+from workers.models.config_json.family import MAX_POSITIONS, MAX_SIZE, MAX_VOCAB, Family
 from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_head, with_score
 
 if TYPE_CHECKING:

@@ -10,48 +10,36 @@ from typing import TYPE_CHECKING
 from pagedray.errors import CheckpointError, StartupError
 from pagedray.files import has_file, has_folder
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
-from workers.models.config_json.answers import is_reranker, with_answers
-from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.config_file import ConfigFile, check_all_read
 from workers.models.config_json.family import model_dtype
-from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.config_json.quantization import read_quantization, with_quantization
+from workers.models.config_json.score_section import is_reranker, with_answers
 from workers.models.config_json.sentence_modules import dense_modules
-from workers.models.families.alibi.bloom import BLOOM
-from workers.models.families.alibi.mpt import MPT
+from workers.models.families.alibi import BLOOM, MPT
 from workers.models.families.bert import BERT, ROBERTA
-from workers.models.families.dense.ernie4_5 import ERNIE4_5
-from workers.models.families.dense.gemma import GEMMA
-from workers.models.families.dense.glm4 import GLM, GLM4
-from workers.models.families.dense.granite import GRANITE
-from workers.models.families.dense.llama import LLAMA
-from workers.models.families.dense.ministral3 import MINISTRAL3
-from workers.models.families.dense.mistral import MISTRAL
-from workers.models.families.dense.olmo2 import OLMO2
-from workers.models.families.dense.phi3 import PHI3
-from workers.models.families.dense.qwen2 import QWEN2
-from workers.models.families.dense.qwen3 import QWEN3
-from workers.models.families.dense.seed_oss import SEED_OSS
-from workers.models.families.dense.smollm3 import SMOLLM3
-from workers.models.families.dense.starcoder2 import STARCODER2
-from workers.models.families.experts.gpt_oss import GPT_OSS
-from workers.models.families.experts.granite_moe import (
+from workers.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
+from workers.models.families.gpt_oss import GPT_OSS
+from workers.models.families.granite import (
+    GRANITE,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
 )
-from workers.models.families.experts.mixtral import MIXTRAL
-from workers.models.families.experts.olmoe import OLMOE
-from workers.models.families.experts.qwen3_moe import QWEN3_MOE
-from workers.models.families.multimodal.gemma3 import GEMMA3_MULTIMODAL
-from workers.models.families.multimodal.mistral3 import MISTRAL3
-from workers.models.families.multimodal.qwen2_5_vl import QWEN2_5_VL
-from workers.models.families.multimodal.qwen3_vl import QWEN3_VL
-from workers.models.families.multimodal.text_part import TEXT_SECTION
-from workers.models.families.windowed.cohere2 import COHERE2
-from workers.models.families.windowed.gemma2 import GEMMA2
-from workers.models.families.windowed.gemma3 import GEMMA3
-from workers.models.families.windowed.ministral import MINISTRAL
-from workers.models.families.windowed.olmo3 import OLMO3
+from workers.models.families.llama import (
+    COHERE2,
+    ERNIE4_5,
+    GLM,
+    GLM4,
+    LLAMA,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+    STARCODER2,
+)
+from workers.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
+from workers.models.families.olmo import OLMO2, OLMO3, OLMOE
+from workers.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_VL
+from workers.models.families.text_part import TEXT_SECTION
 from workers.models.format_cuts import check_cuts
 from workers.weights.tensor_entries import folder_dtype
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from attention.kernels.triton.choice.brackets import (
+from attention.kernels.triton.choice.filtered import collect_candidates, draw_filtered
+from attention.kernels.triton.choice.scores import MAX_SPLITS, NUM_PARAMETERS
+from attention.kernels.triton.choice.threshold_sample import start_search
+from attention.kernels.triton.choice.threshold_search import (
     MAX_SPLIT_SIZE,
     narrow_brackets,
     sum_above,
     sum_kept,
 )
-from attention.kernels.triton.choice.edges import start_search
-from attention.kernels.triton.choice.filtered import collect_candidates, draw_filtered
-from attention.kernels.triton.choice.scores import MAX_SPLITS, NUM_PARAMETERS
 from attention.kernels.triton.choice.unfiltered import (
     draw_unfiltered,
     find_maxima,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["choose_experts"]

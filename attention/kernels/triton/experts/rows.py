@@ -22,7 +22,7 @@ from attention.kernels.triton.gemm.row_product import (
     add_row_product,
     weight_vectors,
 )
-from attention.kernels.triton.launches.dependent_launch import (
+from attention.kernels.triton.kernel_launcher import (
     can_depend,
     launch_options,
     wait_for_inputs,

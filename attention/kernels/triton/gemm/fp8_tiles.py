@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 
 if TYPE_CHECKING:
     from attention.kernels.quantized_rows import QuantizedRows

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dot_type import dot_type
-from attention.kernels.triton.gate import rounded_gate
+from attention.kernels.triton.gated_activation import rounded_gate
 from attention.kernels.triton.gemm.row_product import scale_and_zero
-from attention.kernels.triton.launches.dependent_launch import (
+from attention.kernels.triton.kernel_launcher import (
     can_depend,
     launch_options,
     wait_for_inputs,

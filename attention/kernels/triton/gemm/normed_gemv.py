@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.gate import rounded_gate
+from attention.kernels.triton.gated_activation import rounded_gate
 from attention.kernels.triton.gemm.narrow_products import row_inputs
 from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, weight_vectors
-from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 
 if TYPE_CHECKING:
     import torch

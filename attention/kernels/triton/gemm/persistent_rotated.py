@@ -23,8 +23,8 @@ from attention.kernels.triton.gemm.persistent_tiles import (
     stored_share,
     tile_origin,
 )
-from attention.kernels.triton.launches.dependent_launch import dependent_launch, wait_for_inputs
-from attention.kernels.triton.rotation import rotated_pairs
+from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
+from attention.kernels.triton.norm_rope import rotated_pairs
 
 if TYPE_CHECKING:
     import torch

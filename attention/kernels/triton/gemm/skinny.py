@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dot_type import dot_type
-from attention.kernels.triton.gate import rounded_gate
+from attention.kernels.triton.gated_activation import rounded_gate
 
 __all__ = [
     "MAX_ROWS",

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from attention.gpu.decodes.schedule import DecodeDivision
-from attention.gpu.decodes.splits import SplitCosts
+from attention.gpu.decode_schedule import DecodeDivision, SplitCosts
 from attention.kernels.decode_items import NUM_ITEM_WORDS
 
 BLOCK = 4

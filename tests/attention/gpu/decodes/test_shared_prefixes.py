@@ -10,10 +10,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.gpu.decodes.kept_prefixes import KeptPrefixes
-from attention.gpu.decodes.schedule import DecodeDivision
-from attention.gpu.decodes.shared_prefixes import SharedPrefixes, find_shared_prefixes
-from attention.gpu.decodes.splits import SplitCosts
+from attention.gpu.decode_schedule import (
+    DecodeDivision,
+    KeptPrefixes,
+    SharedPrefixes,
+    SplitCosts,
+    find_shared_prefixes,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

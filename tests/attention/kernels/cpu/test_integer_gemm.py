@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu import compiler, integer_gemm, native
+from attention.kernels.cpu import integer_gemm, native
 from attention.kernels.cpu.integer_gemm import IntegerGemm
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _kernels(
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *request.param.split()))
+            patch.setattr(native, "_FLAGS", (*native._FLAGS, *request.param.split()))
         library = native.load_kernels(SOURCE)
         if library is None:
             pytest.skip(f"{request.param} is not for this machine")

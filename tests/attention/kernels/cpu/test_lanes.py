@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu import compiler, instruction_set
+from attention.kernels.cpu import instruction_set, native
 from attention.kernels.cpu.native import load_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-HEADER = compiler.__file__.replace("compiler.py", "lanes.h")
+HEADER = native.__file__.replace("native.py", "lanes.h")
 SOURCE = f"""
 #include "{HEADER}"
 void rounded(const float *start, const float *x, const float *y, float *out) {{
@@ -63,7 +63,7 @@ def library(
     if without and b" avx" not in instruction_set.read_cpu_features():
         pytest.skip("needs x86-64 with AVX")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *without.split()))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *without.split()))
     source = tmp_path / "vectors.c"
     source.write_text(SOURCE)
     library = load_kernels(source)

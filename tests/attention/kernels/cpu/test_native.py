@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attention.kernels.cpu.native import find_kernel, load_kernels
-from attention.kernels.cpu.sealed_file import seal_file
+from attention.kernels.cpu.native import find_kernel, load_kernels, seal_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +95,7 @@ def test_a_compiler_that_hangs_is_asked_once(
     compiler.write_text(f"#!/bin/sh\necho >> {tmp_path}/calls\nexec sleep 1000\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("attention.kernels.cpu.compiler._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("attention.kernels.cpu.native._TIMEOUT_S", 0.5)
     assert load_kernels(source) is None
     assert (tmp_path / "calls").read_text() == "\n"
     [warning] = caplog.messages

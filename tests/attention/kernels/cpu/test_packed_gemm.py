@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.cpu import amx, compiler, native, packed_gemm
+from attention.kernels.cpu import instruction_set, native, packed_gemm
 from attention.kernels.cpu.packed_gemm import PackedGemm
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ def uses_amx(
         if request.param:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
             off = ("-mno-avx512f",) if request.param == "-mno-fma" else ()
-            patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *off, request.param))
-        has_amx = request.param == "-DEMULATE_AMX" or (not request.param and amx.has_amx())
+            patch.setattr(native, "_FLAGS", (*native._FLAGS, *off, request.param))
+        has_amx = request.param == "-DEMULATE_AMX" or (
+            not request.param and instruction_set.has_amx()
+        )
         patch.setattr(packed_gemm, "has_amx", lambda: has_amx)
         folder = Path(packed_gemm.__file__).parent
         sources = [*packed_gemm._SOURCES.values(), packed_gemm._AMX_SOURCE]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams
-from attention.kernels.cpu import compiler, instruction_set, paged_decode
+from attention.kernels.cpu import instruction_set, native, paged_decode
 from attention.kernels.cpu.paged_decode import PagedDecode
 from tests.attention.rig import Rig, params_of
 
@@ -34,7 +34,7 @@ def _kernel(
         pytest.skip("needs x86-64 with AVX")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *request.param.split()))
+        patch.setattr(native, "_FLAGS", (*native._FLAGS, *request.param.split()))
         patch.setattr(paged_decode, "_library", cache(paged_decode._library.__wrapped__))
         yield
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.kernels.cpu import amx, compiler, paged_prefill
-from attention.kernels.cpu.paged_prefill import PagedPrefill
+from attention.kernels.cpu import instruction_set, native, paged_decode
+from attention.kernels.cpu.paged_decode import PagedPrefill
 from tests.attention.rig import Rig, params_of
 
 LAYERS = [
@@ -39,14 +39,18 @@ def uses_amx(
 ) -> Iterator[bool]:
     """Use the kernels of this machine, those of AMX in plain C, or those of AVX2."""
     with pytest.MonkeyPatch.context() as patch:
-        has_amx = request.param == "-DEMULATE_AMX" or (not request.param and amx.has_amx())
+        has_amx = request.param == "-DEMULATE_AMX" or (
+            not request.param and instruction_set.has_amx()
+        )
         if request.param:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, request.param))
-            patch.setattr(paged_prefill, "_library", cache(paged_prefill._library.__wrapped__))
-            patch.setattr(paged_prefill, "has_amx", lambda: has_amx)
-            library = paged_prefill._library(
-                "paged_prefill_amx.c" if has_amx else "paged_prefill.c"
+            patch.setattr(native, "_FLAGS", (*native._FLAGS, request.param))
+            patch.setattr(
+                paged_decode, "_prefill_library", cache(paged_decode._prefill_library.__wrapped__)
+            )
+            patch.setattr(paged_decode, "has_amx", lambda: has_amx)
+            library = paged_decode._prefill_library(
+                "paged_prefill_amx.c" if has_amx else "paged_decode.c"
             )
             if not hasattr(library, "paged_prefill_bfloat"):
                 pytest.skip(f"{request.param} is not for this machine")
@@ -131,7 +135,9 @@ def test_bfloat16_attends_with_amx(uses_amx: bool, monkeypatch: pytest.MonkeyPat
     if not uses_amx:
         pytest.skip("needs AMX, or its emulation")
     source = "paged_prefill_amx.c"
-    monkeypatch.setattr(paged_prefill, "_library", {source: paged_prefill._library(source)}.get)
+    monkeypatch.setattr(
+        paged_decode, "_prefill_library", {source: paged_decode._prefill_library(source)}.get
+    )
     params = params_of()
     for dtype, is_found in ((torch.bfloat16, True), (torch.float32, False)):
         spec = Rig(params, dtype=dtype, block_size=16).spec
@@ -141,8 +147,8 @@ def test_bfloat16_attends_with_amx(uses_amx: bool, monkeypatch: pytest.MonkeyPat
 def test_there_is_none_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of(params_of())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-mno-avx2"))
-    monkeypatch.setattr(paged_prefill, "_library", paged_prefill._library.__wrapped__)
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-mno-avx2"))
+    monkeypatch.setattr(paged_decode, "_prefill_library", paged_decode._prefill_library.__wrapped__)
     assert PagedPrefill.make(rig.spec.layers[0], rig.spec) is None
     assert list(tmp_path.rglob("paged_prefill-*.so"))
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attention.kernels.cpu import prebuilt
+from attention.kernels.cpu import native
 from attention.kernels.cpu.instruction_set import INSTRUCTION_SETS, InstructionSet
-from attention.kernels.cpu.native import load_kernels
-from attention.kernels.cpu.prebuilt import build_libraries, find_library
+from attention.kernels.cpu.native import build_libraries, find_library, load_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +48,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _have(features: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"flags : {' '.join(sorted(features))}".encode()
-    monkeypatch.setattr(prebuilt, "read_cpu_features", lambda: line)
+    monkeypatch.setattr(native, "read_cpu_features", lambda: line)
 
 
 def _answer(source: Path) -> int:

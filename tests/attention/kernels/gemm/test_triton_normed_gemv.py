@@ -15,7 +15,7 @@ from attention.kernels.triton.gemm.gemv import (
     gemv_gated,
 )
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
-from attention.kernels.triton.token_rows import add_norm
+from attention.kernels.triton.norm_rope import add_norm
 from attention.kernels.unnormed_row import UnnormedRow
 from tests.attention.kernels.kernel_device import DEVICE
 

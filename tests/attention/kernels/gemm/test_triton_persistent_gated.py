@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.multiprocessors import num_multiprocessors
-from attention.kernels.triton.gate import gated
+from attention.kernels.triton.gated_activation import gated
 from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
-from attention.kernels.triton.token_rows import add_norm
+from attention.kernels.triton.norm_rope import add_norm
 from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2}

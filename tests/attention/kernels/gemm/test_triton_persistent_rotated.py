@@ -7,7 +7,7 @@ from torch.nn import functional
 from attention.kernels.multiprocessors import num_multiprocessors
 from attention.kernels.new_tokens import Rotary
 from attention.kernels.triton.gemm.persistent_rotated import persistent_rotated, rotates_faster
-from attention.kernels.triton.token_rows import rotate_heads
+from attention.kernels.triton.norm_rope import rotate_heads
 from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -97,10 +97,10 @@ def main() -> int:
     cases = parser.parse_args().cases
     compilations = Compilations()
     compilations.install()
-    from attention.kernels.triton.launches import dependent_launch
+    from attention.kernels.triton import kernel_launcher
 
     # Before other modules import it.
-    dependent_launch.can_depend = lambda device: True  # type: ignore[assignment]
+    kernel_launcher.can_depend = lambda device: True  # type: ignore[assignment]
     from tests.attention.kernels.hopper.launches import LAUNCHES
 
     for case in cases or LAUNCHES:

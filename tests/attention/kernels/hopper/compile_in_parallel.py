@@ -20,8 +20,7 @@ from tests.attention.kernels.hopper.compile import Compilations, HopperDriver
 import triton
 from triton.runtime import driver
 
-from attention.kernels.triton.launches.kernel_keys import fix_kernel_keys
-from attention.kernels.triton.launches.parallel_compilation import ParallelCompilation
+from attention.kernels.triton.kernel_launcher import ParallelCompilation, fix_kernel_keys
 
 
 class Misses:

@@ -11,11 +11,10 @@ from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeSc
 from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.new_tokens import NewTokens, Rotary
 from attention.kernels.quantized_rows import QuantizedRows
-from attention.kernels.triton.decodes.paged_decode import paged_decode
-from attention.kernels.triton.decodes.write_new_tokens import write_new_tokens
+from attention.kernels.triton.chunk_attention import paged_attention
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
-from attention.kernels.triton.gate import quantized_gated
+from attention.kernels.triton.gated_activation import quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
 from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, fp8_tiling, new_arrivals
 from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
@@ -34,25 +33,26 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gated,
     skinny_gemm,
 )
-from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.prompts.paged_attention import paged_attention
-from attention.kernels.triton.sums.one_shot_all_reduce import (
-    Inboxes,
-    all_reduce_add_norm,
-    all_reduce_rows,
-)
-from attention.kernels.triton.sums.received_rows import (
-    ReceivedRows,
-    add_received,
-    add_received_norm,
-)
-from attention.kernels.triton.token_rows import (
+from attention.kernels.triton.norm_rope import (
     add_norm,
     norm_heads,
     quantized_add_norm,
     rotate_heads,
 )
+from attention.kernels.triton.one_shot_all_reduce import (
+    Inboxes,
+    all_reduce_add_norm,
+    all_reduce_rows,
+)
+from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_decode import paged_decode
+from attention.kernels.triton.received_rows import (
+    ReceivedRows,
+    add_received,
+    add_received_norm,
+)
 from attention.kernels.triton.tuning import default_decode_tuning
+from attention.kernels.triton.write_new_tokens import write_new_tokens
 from attention.kernels.unnormed_row import UnnormedRow
 
 if TYPE_CHECKING:

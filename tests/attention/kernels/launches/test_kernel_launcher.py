@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.kernels.triton.launches.kernel_launcher import KernelLauncher
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 
 
 class Kernel:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.sums.one_shot_all_reduce import (
+from attention.kernels.triton.one_shot_all_reduce import (
     EMPTY_BYTE,
     Inboxes,
     all_reduce_add_norm,

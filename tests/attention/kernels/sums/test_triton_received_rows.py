@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.sums.received_rows import (
+from attention.kernels.triton.received_rows import (
     ReceivedRows,
     add_received,
     add_received_norm,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pagedray.model_config import Dtype
 from workers.models.config_json.config_file import ConfigFile
-from workers.models.config_json.family import model_dtype
-from workers.models.config_json.limits import MAX_POSITIONS
+from workers.models.config_json.family import MAX_POSITIONS, model_dtype
 
 _ARCHITECTURES = ("BartForConditionalGeneration", "BartModel")
 _MAX_SIZE = 2**20

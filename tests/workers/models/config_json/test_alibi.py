@@ -10,7 +10,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.workers.reference import save_checkpoint
-from workers.models.config_json.alibi import alibi_slopes
+from workers.models.families.alibi import alibi_slopes
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_params
 from workers.parallel.group import SoloGroup

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from workers.models.config_json.name_pattern import PatternError, name_pattern
+from workers.models.config_json.quantization import PatternError, name_pattern
 
 NAME = "model.layers.12.self_attn.q_proj"
 

@@ -21,7 +21,7 @@ from tests.workers.models.families.config_json import (
     read_config,
     written,
 )
-from workers.models.config_json.alibi import alibi_slopes
+from workers.models.families.alibi import alibi_slopes
 from workers.models.families.registry import read_model_config
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from tests.small_models.multimodal import TEXT_TYPES
 from tests.workers.models.families.config_json import SHAPE
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES
-from workers.models.config_json.config_file import ConfigFile
-from workers.models.config_json.ignored_fields import IGNORED_FIELDS, reason_to_ignore
+from workers.models.config_json.config_file import IGNORED_FIELDS, ConfigFile, reason_to_ignore
 from workers.models.families.registry import families, read_model_config
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagedray.rank_progress import ProgressWord, RankReport
-from workers.runner.graphs.captures import Captures
+from workers.runner.step_graphs import Captures
 
 SIZES = [1, 2, 4, 8]
 

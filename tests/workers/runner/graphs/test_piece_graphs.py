@@ -15,7 +15,7 @@ from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from tests.small_models.checkpoints import save_word_tokenizer
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
-from workers.runner.graphs.piece_graphs import piece_sizes
+from workers.runner.piece_graphs import piece_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ import zlib
 import pytest
 import torch
 
-from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK, BlockChecksums
+from workers.runner.checksum_jobs import BYTES_PER_BLOCK, BlockChecksums
 
 
 @pytest.fixture

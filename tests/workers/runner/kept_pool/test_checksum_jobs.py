@@ -10,8 +10,7 @@ import torch
 
 from pagedray.batch import BlockCopy, StepPlan
 from tests.fakes import wait_for
-from workers.runner.kept_pool.block_checksums import BYTES_PER_BLOCK, BlockChecksums
-from workers.runner.kept_pool.checksum_jobs import ChecksumJobs
+from workers.runner.checksum_jobs import BYTES_PER_BLOCK, BlockChecksums, ChecksumJobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 
 from pagedray.node_memory import NodeMemory
 from workers.runner.host_pool import HostPool
-from workers.runner.kept_pool.mapped_pool import MappedPool
+from workers.runner.persistent_pool import MappedPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
 from tests.small_models.checkpoints import CASES, save_checkpoint
-from workers.runner.kept_pool.pool_mapper import PoolOrigin
+from workers.runner.persistent_pool import PoolOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

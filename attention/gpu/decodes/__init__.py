@@ -1,1 +1,0 @@
-"""The division of a step's decodes among the programs of a GPU."""

@@ -1,1 +1,0 @@
-"""Attention of decodes over the paged cache."""

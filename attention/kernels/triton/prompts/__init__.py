@@ -1,1 +1,0 @@
-"""Attention of prompts, with and without cached context."""

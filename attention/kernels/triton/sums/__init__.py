@@ -1,1 +1,0 @@
-"""Sums of rows over the ranks of a node."""

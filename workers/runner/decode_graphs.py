@@ -1,0 +1,106 @@
+"""Decode steps captured as CUDA graphs, each a single launch in place of its kernels' launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pagedray.rank_progress import Phase
+from workers.models.step_attention import CachedAttention
+from workers.runner.step_graphs import StepGraphs, dropped_capture
+
+if TYPE_CHECKING:
+    from attention.abstract import (
+        AttentionBackend,
+        AttentionMetadata,
+        AttentionSpec,
+        AttentionState,
+    )
+    from workers.runner.input_batch import StepInputs
+    from workers.runner.step_graphs import CaptureSetup
+
+__all__ = ["DecodeGraphs", "graph_batch_sizes"]
+
+_MAX_BATCH_SIZE = 512
+
+
+def graph_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture, ascending; small sizes are closer together."""
+    limit = min(max_num_seqs, _MAX_BATCH_SIZE)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_BATCH_SIZE + 1, 16)]
+    return [*(size for size in sizes if size < limit), limit]
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    state: AttentionState
+    input_buffers: dict[str, torch.Tensor]
+    hidden: torch.Tensor
+    """`[batch_size, hidden_size]`, written by every replay."""
+
+
+class DecodeGraphs(StepGraphs[_Graph]):
+    """The graphs of steps that have only decodes."""
+
+    def __init__(
+        self,
+        setup: CaptureSetup,
+        sizes: list[int],
+        backend: type[AttentionBackend],
+        spec: AttentionSpec,
+    ) -> None:
+        """`sizes` are the batch sizes to capture, ascending."""
+        super().__init__(setup, sizes)
+        self._state = backend.get_state_cls()(spec)
+
+    def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
+        num_tokens = len(inputs.token_ids)
+        _, graph = self._capture_for(num_tokens)
+        graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
+        self._progress.enter(Phase.GRAPH, num_tokens)
+        graph.graph.replay()
+        hidden = graph.hidden[:num_tokens]
+        indices = inputs.logits_indices
+        return hidden if indices is None else hidden.index_select(0, indices)
+
+    def _fits(self, inputs: StepInputs) -> bool:
+        """Return whether a step has only decodes, and no more than the largest captured size."""
+        batch = inputs.attention
+        return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
+
+    def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
+        return (len(inputs.token_ids),)
+
+    def _capture(self, size: int) -> _Graph:
+        with self._state.graph_capture(size):
+            return self._captured(size)
+
+    def _trace(self, size: int) -> None:
+        with self._state.graph_capture(size):
+            metadata = self._state.graph_capture_get_metadata_for_batch(size)
+            attention = CachedAttention(self._kv_cache, metadata)
+            with dropped_capture(self._stream):
+                self._model.forward(self._token_ids[:size], self._positions[:size], attention, None)
+
+    def _captured(self, size: int) -> _Graph:
+        metadata = self._state.graph_capture_get_metadata_for_batch(size)
+        attention = CachedAttention(self._kv_cache, metadata)
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+
+        def run() -> torch.Tensor:
+            return self._model.forward(token_ids, positions, attention, None)
+
+        self._run_first(run)
+        graph = torch.cuda.CUDAGraph()
+        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"
+        ):
+            hidden = run()
+        return _Graph(
+            graph=graph,
+            state=self._state.graph_clone(size),
+            input_buffers=self._state.get_graph_input_buffers(metadata),
+            hidden=hidden,
+        )

@@ -1,0 +1,148 @@
+"""Steps with prompts as CUDA graphs: one launch for each piece between two attentions.
+
+How attention is computed depends on the lengths in a step, and all else on the number of tokens
+alone. So attention runs between the graphs, on the tokens of the step without padding. Keys and
+values are written to the cache by the graphs, to slots that each step sets, padding to none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.rank_progress import Phase
+from workers.models.step_attention import StepAttention
+from workers.runner.piece_recorder import PieceRecorder, Recording
+from workers.runner.step_graphs import StepGraphs, dropped_capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
+    from attention.layer import Attention
+    from workers.models.attended import Attended
+    from workers.runner.input_batch import StepInputs
+    from workers.runner.step_graphs import CaptureSetup
+
+__all__ = ["PieceGraphs", "piece_sizes"]
+
+_FEW_TOKENS = (16, 32)
+
+
+def piece_sizes(max_num_tokens: int) -> list[int]:
+    """Return the numbers of tokens to capture, ascending; none for a maximum of zero."""
+    if not max_num_tokens:
+        return []
+    sizes = [*_FEW_TOKENS]
+    while sizes[-1] < max_num_tokens:
+        sizes.append(sizes[-1] + _distance_above(sizes[-1]))
+    return [*(size for size in sizes if size < max_num_tokens), max_num_tokens]
+
+
+def _distance_above(size: int) -> int:
+    """Return the distance to the next size: larger steps can be padded by more tokens."""
+    if size < 64:
+        return 32
+    if size < 1024:
+        return 64
+    return 128 if size < 4096 else 512
+
+
+class PieceGraphs(StepGraphs[Recording]):
+    """The graphs of steps that may have prompts."""
+
+    def __init__(
+        self, setup: CaptureSetup, sizes: list[int], builder: AttentionMetadataBuilder
+    ) -> None:
+        """`sizes` are the numbers of tokens to capture, ascending."""
+        super().__init__(setup, sizes)
+        self._builder = builder
+        self._slots = torch.full_like(self._token_ids, -1)
+
+    def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
+        num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
+        size, recording = self._capture_for(num_tokens)
+        self._slots[:num_tokens].copy_(metadata.device_slot_mapping)
+        self._slots[num_tokens:size].fill_(-1)
+        for layer, piece in enumerate(recording.pieces):
+            self._progress.enter(Phase.LAYER, layer)
+            graph, layer_index, query, key, value, sinks, attended = piece
+            graph.replay()
+            metadata.attend_layer(
+                layer_index, query, key, value, self._kv_cache, attended, sinks=sinks
+            )
+        if indices is None:
+            recording.last.replay()
+            return recording.hidden[:num_tokens]
+        return self._finish(recording.attended, indices)
+
+    def _finish(self, attended: Attended, indices: torch.Tensor) -> torch.Tensor:
+        """Run `Decoder.finish` for some of the tokens.
+
+        The last graph of the captured size that these few need computes it.
+        """
+        num_selected = len(indices)
+        if not num_selected:
+            return attended.residual[:0]
+        _, recording = self._capture_for(num_selected)
+        # Recordings share memory: all is read before any is written.
+        attended.select(indices).write(recording.attended)
+        recording.last.replay()
+        return recording.hidden[:num_selected]
+
+    def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
+        num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
+        return (num_tokens,) if indices is None or not len(indices) else (num_tokens, len(indices))
+
+    def _fits(self, inputs: StepInputs) -> bool:
+        """Return whether a step has no more tokens than the largest captured size."""
+        return len(inputs.token_ids) <= self._sizes[-1]
+
+    def _capture(self, size: int) -> Recording:
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+
+        def run_layers(attention: StepAttention) -> Attended:
+            return self._model.run_layers(token_ids, positions, attention)
+
+        write, finish = self._writer(size), self._model.finish
+        self._run_first(lambda: finish(run_layers(_WriteAlone(write))))
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            recording = PieceRecorder(self._pool, write).record(run_layers, finish)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return recording
+
+    def _trace(self, size: int) -> None:
+        attention = _WriteAlone(self._writer(size))
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+        with dropped_capture(self._stream):
+            self._model.finish(self._model.run_layers(token_ids, positions, attention))
+
+    def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
+        """Return a function that writes a layer's keys and values to this many slots."""
+        slots = self._slots[:size]
+        # Slots of an earlier step belong to the tokens of that step.
+        slots.fill_(-1)
+
+        def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
+            self._builder.write_layer(layer.layer_index, key, value, self._kv_cache, slots)
+
+        return write
+
+
+class _WriteAlone(StepAttention):
+    """Writes keys and values, and returns zeros instead of attention."""
+
+    def __init__(self, write: Callable[[Attention, torch.Tensor, torch.Tensor], None]) -> None:
+        self._write = write
+
+    def attend(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        self._write(layer, key, value)
+        return query.new_zeros(query.shape)
