@@ -18,7 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.http.errors import error_body
-from cluster.serving.http.request_head import MAX_HEAD_BYTES, head_without_upgrade
+from cluster.serving.http.request_head import MAX_HEAD_BYTES, MAX_HEADERS, head_without_upgrade
 from cluster.serving.telemetry.log_lines import LineLimit
 
 if TYPE_CHECKING:
@@ -105,8 +105,9 @@ class HttpConnection(HttpToolsProtocol):
         self._watch_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers are ignored: they must not replace headers, such as Authorization.
-        if not self._has_head:
+        # Trailers are ignored: they must not replace headers, such as Authorization. `check_head`
+        # rejects the request after the first header above the limit, so later headers are dropped.
+        if not self._has_head and len(self.headers) <= MAX_HEADERS:
             # The parser keeps the whitespace after a value, which is not part of it.
             super().on_header(name, value.rstrip(b" \t"))
 

@@ -14,7 +14,6 @@ class ManyHeaders(HttpFlood):
 
     name = "12 900 headers, without a key"
     allowed = frozenset(("431",))
-    max_growth_mib = 128.0
 
     def request(self, key: str | None) -> bytes:
         """Return a request of an endpoint that needs a key."""
