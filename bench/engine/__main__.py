@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument("--executor", action="append", help="local or ray, or both (local)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="each rank has whole experts (no)"
+    )
     parser.add_argument("--quantization", help="fp8 quantizes the weights (none)")
     parser.add_argument("--all-reduce", default="auto", help="auto or nccl (auto)")
     parser.add_argument(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "measure_engine"]
 
+_BLOCK_SIZE = 16
 _CAPTURES_S = 4.0
 """How long the idle engine has to capture its graphs."""
 
@@ -41,6 +42,8 @@ class Row:
     median: float
     start_s: float
     """Seconds until the engine accepts requests."""
+    num_cache_tokens: int
+    """Tokens for which the KV cache has room."""
 
 
 def measure_engine(
@@ -56,11 +59,13 @@ def measure_engine(
             load_format="dummy",
             attention_backend=backend,
             tensor_parallel_size=options.num_ranks,
+            enable_expert_parallel=options.expert_parallel,
             all_reduce=options.all_reduce,
             quantization=options.quantization,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=8192,
+            block_size=_BLOCK_SIZE,
             enable_prefix_cache=options.prefix_cache,
             show_progress=False,
             max_graph_tokens=options.max_graph_tokens,
@@ -68,6 +73,7 @@ def measure_engine(
             start_s = time.perf_counter() - started_s
             time.sleep(_CAPTURES_S)
             rows = []
+            num_cache_tokens = llm.stats().scheduler.num_blocks * _BLOCK_SIZE
             for workload in WORKLOADS[options.shape]:
                 if options.workload and workload.name not in options.workload:
                     continue
@@ -84,6 +90,7 @@ def measure_engine(
                         figure=round(workload.figure(min(times)), 3),
                         median=round(workload.figure(statistics.median(times)), 3),
                         start_s=round(start_s, 1),
+                        num_cache_tokens=num_cache_tokens,
                     )
                 )
                 _print(rows[-1])

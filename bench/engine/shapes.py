@@ -58,6 +58,14 @@ _QWEN3_30B_A3B: dict[str, Any] = {  # Any: JSON values
     "vocab_size": 151936,
     "rope_theta": 1000000.0,
 }
+_QWEN3_235B_A22B: dict[str, Any] = {  # Any: JSON values
+    **_QWEN3_30B_A3B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}
 _GPT_OSS_20B: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
     "architectures": ["GptOssForCausalLM"],
@@ -81,6 +89,11 @@ _GPT_OSS_20B: dict[str, Any] = {  # Any: JSON values
         "truncate": False,
     },
     "quantization_config": {"quant_method": "mxfp4"},
+}
+_GPT_OSS_120B: dict[str, Any] = {  # Any: JSON values
+    **_GPT_OSS_20B,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
 }
 # Small enough to try the program on a CPU within seconds.
 _SMALL: dict[str, Any] = {  # Any: JSON values
@@ -112,12 +125,14 @@ _SMALL_GPT_OSS: dict[str, Any] = {  # Any: JSON values
     "vocab_size": 4096,
 }
 SHAPES = {
+    "gpt-oss-120b": _GPT_OSS_120B,
     "gpt-oss-20b": _GPT_OSS_20B,
     "gpt-oss-20b-bf16": {**_GPT_OSS_20B, "quantization_config": None},
     "llama-70b": _LLAMA_70B,
     "llama-8b": LLAMA_8B,
     "llama-8b-int4": {**LLAMA_8B, "quantization_config": _INT4},
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-235b-a22b": _QWEN3_235B_A22B,
     "small": _SMALL,
     "small-int4": {**_SMALL, "quantization_config": _INT4},
     "small-gpt-oss": _SMALL_GPT_OSS,
