@@ -1,4 +1,4 @@
-"""Authentication over HTTP, by the exact path of a request."""
+"""Access over HTTP: keys, the names of hosts, and pages of other origins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 
 from cluster.serving.admin.web_page import PAGE_PATHS
 from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.http.allowed_origins import AllowedOrigins
 from cluster.serving.http.endpoint import Access
 from cluster.serving.http_app import build_http_app
+from pagedray.errors import StartupError
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
+    from tests.serving.fake_engine import FakeEngine
 
 ALICE, BOB, ADMIN = new_key(), new_key(), new_key()
 SPECIFIC = "/v1/models"
@@ -180,3 +183,204 @@ def test_no_spelling_of_a_path_or_host_bypasses_the_key(locked: Server, head: by
     status = received.split(b" ", 2)[1]
     assert status in (b"400", b"401"), received[:200]
     assert b"owned_by" not in received
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def outcome(http: httpx.Client, **headers: str) -> int:
+    return http.get("/v1/models", headers=headers).status_code
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@evil.example",
+        "xlocalhost",
+        "[::1].evil.example",
+        "[evil.example]",
+        "1",
+        "::1",
+        "[127.0.0.1]",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/", "/health", "/docs", "/nothing"])
+def test_other_host_names_are_rejected(http: httpx.Client, host: str, path: str) -> None:
+    # What a browser sends after evil.example became the address of this machine.
+    response = http.get(path, headers={"host": host})
+    assert response.status_code == 421
+    assert "--allowed-hosts" in response.json()["error"]["message"]
+
+
+def test_a_rebound_page_gets_no_tokens(http: httpx.Client, engine: FakeEngine) -> None:
+    headers = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+    response = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    assert response.status_code == 421
+    assert engine.log.submitted == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127.0.0.1:9",
+        "10.1.2.3:8000",
+        "[::1]",
+        "[::1]:8000",
+        "localhost",
+        "LocalHost:80",
+        "localhost.",
+    ],
+)
+def test_addresses_and_localhost_are_served(http: httpx.Client, host: str) -> None:
+    assert outcome(http, host=host) == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "https://evil.example:8000",
+        "http://localhost:3000",
+        "http://localhost",
+        "null",
+        "",
+        "file://",
+        "http://127.0.0.1:8000.evil.example",
+        "chrome-extension://127.0.0.1:8000",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_pages_of_other_sites_are_rejected(
+    http: httpx.Client, engine: FakeEngine, origin: str, method: str
+) -> None:
+    headers = {"host": "127.0.0.1:8000", "origin": origin}
+    response = http.request(method, "/v1/chat/completions", json=CHAT, headers=headers)
+    assert response.status_code == 403
+    assert "access-control-allow-origin" not in response.headers
+    assert engine.log.submitted == []
+
+
+def test_the_servers_own_page_is_served(http: httpx.Client) -> None:
+    for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000"):
+        headers = {"host": host, "origin": f"http://{host}"}
+        response = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert response.status_code == 200, response.text
+
+
+def test_rejections_are_counted(http: httpx.Client) -> None:
+    http.get("/v1/models", headers={"host": "evil.example"})
+    counted = [line for line in http.get("/metrics").text.splitlines() if "forbidden" in line]
+    assert any(line.startswith("pagedray_requests_total{") for line in counted)
+
+
+@pytest.fixture(scope="module")
+def with_names(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
+    with (
+        Server(tokenizer, allowed_hosts=("LLM.lan", "app.lan")) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        yield http
+
+
+def test_further_names_may_be_allowed(with_names: httpx.Client) -> None:
+    assert outcome(with_names, host="llm.lan:8000") == 200
+    assert outcome(with_names, host="llm.lan", origin="https://app.lan") == 200
+    assert outcome(with_names, host="127.0.0.1", origin="http://app.lan:3000") == 200
+    assert outcome(with_names, host="evil.example") == 421
+    assert outcome(with_names, host="llm.lan", origin="https://evil.example") == 403
+
+
+def test_all_names_may_be_allowed(tokenizer: Tokenizer) -> None:
+    with (
+        Server(tokenizer, allowed_hosts=("*",)) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        assert outcome(http, host="evil.example", origin="http://other.example") == 200
+
+
+def test_keys_replace_the_check(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f"[tenants.a]\nkeys = ['sha256:{'0' * 64}']\n")
+    path.chmod(0o600)
+    with (
+        Server(tokenizer, key_file=path) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        assert outcome(http, host="evil.example", origin="http://evil.example") == 401
+
+
+PAGE = "https://page.example:8443"
+
+
+@pytest.fixture(scope="module")
+def open_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    with Server(tokenizer, allowed_origins=AllowedOrigins([PAGE])) as server:
+        yield server
+
+
+def asked(server: Server, origin: str, path: str = "/v1/chat/completions") -> httpx.Response:
+    """Return the answer to what a browser asks before it sends a request."""
+    headers = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    return httpx.options(f"{server.url}{path}", headers=headers)
+
+
+def test_a_page_may_ask_and_send(open_server: Server) -> None:
+    answer = asked(open_server, PAGE)
+    assert answer.status_code == 204
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert answer.headers["access-control-allow-methods"] == "POST"
+    assert "x-stainless-lang" in answer.headers["access-control-allow-headers"]
+    url = f"{open_server.url}/v1/chat/completions"
+    for body in (CHAT, CHAT | {"stream": True}, {"model": "other"}):
+        answer = httpx.post(url, json=body, headers={"origin": PAGE})
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert answer.headers["vary"] == "origin"
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://other.example", f"{PAGE}0", "https://page.example", "null"]
+)
+def test_other_pages_may_not(open_server: Server, origin: str) -> None:
+    answer = asked(open_server, origin)
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_no_page_may_by_default(server: Server) -> None:
+    answer = asked(server, PAGE)
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_unknown_paths_and_plain_options_stay_rejected(open_server: Server) -> None:
+    assert asked(open_server, PAGE, "/nothing").status_code == 404
+    plain = httpx.options(f"{open_server.url}/v1/models", headers={"origin": PAGE})
+    assert plain.status_code == 405
+
+
+def test_all_origins_are_named_by_a_star(tokenizer: Tokenizer) -> None:
+    with Server(tokenizer, allowed_origins=AllowedOrigins(["*"])) as server:
+        answer = asked(server, "https://any.example")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (204, "*")
+
+
+@pytest.mark.parametrize("origin", ["page.example", "ftp://x", "https://*.example", "https://x/y"])
+def test_what_is_no_origin_is_rejected(origin: str) -> None:
+    with pytest.raises(StartupError, match="--allowed-origins must be"):
+        AllowedOrigins([origin])
+
+
+def test_server_names_its_version_and_load(server: Server) -> None:
+    assert set(httpx.get(f"{server.url}/version").json()) == {"version"}
+    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{server.url}/ping").status_code == 200
