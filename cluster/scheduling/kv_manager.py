@@ -205,11 +205,15 @@ class KvManager:
     def append(self, sequence: Sequence) -> int | None:
         """Add a block to a table and return it, or None if none is free."""
         blocks = sequence.blocks
-        if not blocks.reserved_ids:
-            if not self.pool.num_free:
-                return None
-            blocks.reserved_ids.append(self.pool.allocate())
-        return blocks.extend(1, self.block_size)[0]
+        if blocks.reserved_ids:
+            block = blocks.reserved_ids.pop()
+        elif self.pool.num_free:
+            block = self.pool.allocate()
+        else:
+            return None
+        blocks.ids.append(block)
+        blocks.num_slots += self.block_size
+        return block
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Extend a table to `num_tokens` with reserved blocks, and return them."""
