@@ -255,7 +255,7 @@ def _new_key(parsed: argparse.Namespace) -> int:
 
 def _top(parsed: argparse.Namespace) -> int:
     from cluster.cli.client_flags import read_key
-    from cluster.cli.top.command import top
+    from cluster.cli.top import top
 
     return top(
         parsed.named_url or parsed.url,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
+import queue
 import socket
 import threading
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,7 @@ from rich.console import Console
 
 from cluster.cli.client_flags import read_key
 from cluster.cli.commands import main
-from cluster.cli.top.loads_client import LoadsClient, ServerName
-from cluster.cli.top.loads_poller import LoadsPoller
-from cluster.cli.top.plot import draw_plot
-from cluster.cli.top.view import TopView, rates_of
+from cluster.cli.top import LoadsClient, Reading, ServerName, TopView, draw_plot
 from cluster.serving.server_info import CallInfo
 from pagedray.errors import EngineError, StartupError
 from tests.cli.loads_server import HISTORY, LOADS, serving
@@ -32,31 +29,38 @@ if TYPE_CHECKING:
 LATER = replace(LOADS, uptime_s=102.0, num_generated_tokens=9250, num_prompt_tokens=5010)
 
 
-def drawn(view: TopView, *, width: int = 100, height: int = 24) -> list[str]:
+READING = Reading(loads=LATER, before=LOADS, history=HISTORY)
+
+
+def drawn(reading: Reading, *, width: int = 100, height: int = 24) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    console.print(view, height=height)
+    console.print(TopView("http://x", reading), height=height)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
-def test_view_shows_requests_blocks_and_speed() -> None:
-    text = "\n".join(drawn(TopView("http://x", LATER, before=LOADS)))
+def test_view_without_history_shows_requests_blocks_and_speed() -> None:
+    text = " ".join(
+        " ".join(line.strip("│ ") for line in drawn(replace(READING, history=None))).split()
+    )
     for words in (
-        *("running 3", "waiting 2", "swapped 1", "queued 2 (700 tokens)"),
-        *("generated tokens/s", "125", "150 of 200, 20 cached 75.0%", "10 of 100 10.0%"),
+        *("running 3", "waiting 2", "swapped 1", "queued 2 (700 tokens)", "up 1 min 42 s"),
+        *("generated tokens/s 125", "[##################......] 150 of 200, 20 cached 75.0%"),
+        *("[##......................] 10 of 100 10.0%",),
         *("prefix hits 25.0%", "last step 12.0 ms", "call-0", "require the API key of an admin"),
     ):
         assert words in text
 
 
 def test_view_shows_ten_minutes_and_latencies() -> None:
-    lines = drawn(TopView("http://x", LATER, before=LOADS, history=HISTORY), width=80)
-    (generated,) = (line for line in lines if "generated tokens/s" in line and "call" not in line)
-    name, current, plot, highest = generated.strip("│ ").rsplit(maxsplit=3)
-    assert (name, current, highest) == ("generated tokens/s", "125", "6,000")
+    name = ServerName(model="Qwen/Qwen3-8B", version="0.1.0")
+    lines = drawn(replace(READING, name=name), width=80)
+    assert " PagedRay 0.1.0 Qwen/Qwen3-8B http://x " in lines[0]
+    (generated,) = (line for line in lines if "generated tokens/s" in line)
+    row, current, plot, highest = generated.strip("│ ").rsplit(maxsplit=3)
+    assert (row, current, highest) == ("generated tokens/s", "125", "6,000")
     # Half of the ten minutes, and nothing but rises.
     assert sorted(plot) == list(plot)
-    assert len(plot) == pytest.approx((80 - 4 - 43) / 2, abs=1)
     latencies = [line.split()[1:-1] for line in lines if "1,200" in line or "34,000" in line]
     assert latencies == [
         ["first", "token", "250.0", "ms", "500.0", "ms", "1.8", "s", "1,200"],
@@ -69,10 +73,8 @@ def test_view_shows_ten_minutes_and_latencies() -> None:
 @pytest.mark.parametrize(
     ("changes", "row", "highest"),
     [
-        # The rate since the last reading is above those of all samples.
+        # The rate since the last reading is above the rates of all samples.
         ({"num_generated_tokens": 209_000}, "generated tokens/s", "100,000"),
-        ({"num_prompt_tokens": 25_000}, "prompt tokens/s", "10,000"),
-        ({"num_running": 7}, "running", "7"),
         ({"num_running": 2}, "running", "3"),
         ({"num_waiting": 12}, "waiting", "12"),
         ({"num_free_blocks": 20}, "blocks in use", "90.0%"),
@@ -83,53 +85,16 @@ def test_the_highest_value_includes_the_current_one(
     changes: dict[str, int], row: str, highest: str
 ) -> None:
     loads = replace(LATER, **changes)  # type: ignore[arg-type]  # counts
-    lines = drawn(TopView("http://x", loads, before=LOADS, history=HISTORY))
-    (line,) = (one for one in lines if one.startswith(f"\u2502 {row} "))
-    assert line.rstrip("\u2502 ").endswith(f" {highest}")
-
-
-def test_the_title_names_the_model_and_the_version() -> None:
-    name = ServerName(model="Qwen/Qwen3-8B", version="0.1.0")
-    title = drawn(TopView("http://x", LATER, name=name))[0]
-    assert " PagedRay 0.1.0 Qwen/Qwen3-8B http://x " in title
-    assert " PagedRay http://x " in drawn(TopView("http://x", LATER, name=ServerName()))[0]
-    body = b'{"version": "0.1.0", "model": "m", "num_ranks": 2}'
-    for info, expected in ((body, ServerName(model="m", version="0.1.0")), (None, ServerName())):
-        with (
-            serving(msgspec.json.encode(LOADS), info=info) as (url, _),
-            closing(LoadsClient(url)) as client,
-        ):
-            assert client.read_name() == expected
-
-
-@pytest.mark.parametrize("width", range(40, 100, 5))
-def test_fields_without_room_are_left_out(width: int) -> None:
-    first, second = (line.strip("\u2502 ") for line in drawn(TopView("x", LATER), width=width)[1:3])
-    assert first.startswith("ready  up 1 min 42 s")
-    assert second.startswith("queued 2 (700 tokens)")
-    assert not {"\u2026"} & {*first, *second}
-    # A field has its value.
-    assert {*"0123456789%s"} >= {first[-1], second[-1].replace(")", "0")}
-
-
-def test_a_server_without_calls_says_so() -> None:
-    empty = replace(HISTORY, samples=())
-    loads = replace(LOADS, num_generated_tokens=0, calls=())
-    text = "\n".join(drawn(TopView("http://x", loads, history=empty)))
-    assert "No calls yet." in text
-    assert "p50" not in text
-    text = "\n".join(drawn(TopView("http://x", LOADS, history=empty)))
-    assert "No calls yet." not in text
-    assert "p50" in text
+    (line,) = (one for one in drawn(replace(READING, loads=loads)) if one.startswith(f"│ {row} "))
+    assert line.rstrip("│ ").endswith(f" {highest}")
 
 
 @pytest.mark.parametrize("history", [None, HISTORY, replace(HISTORY, samples=())])
-@pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 16), (40, 8), (200, 60), (20, 4)])
+@pytest.mark.parametrize(("width", "height"), [(100, 24), (40, 8), (200, 60), (20, 4)])
 def test_view_is_as_large_as_the_terminal(
     width: int, height: int, history: LoadHistory | None
 ) -> None:
-    view = TopView("http://x", LATER, before=LOADS, history=history)
-    lines = drawn(view, width=width, height=height)
+    lines = drawn(replace(READING, history=history), width=width, height=height)
     assert len(lines) == height
     assert {len(line) for line in lines} == {width}
 
@@ -137,55 +102,59 @@ def test_view_is_as_large_as_the_terminal(
 def test_view_is_ascii_where_the_terminal_is() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     call = CallInfo(id=70 * "é", age_s=1.0, num_prompt_tokens=1, num_generated_tokens=1)
-    loads = replace(LATER, calls=(call,))
     console = Console(file=file, width=60, height=24, color_system=None)
-    console.print(TopView("http://x", loads, history=HISTORY), height=24)
+    reading = replace(READING, loads=replace(LATER, calls=(call,)))
+    console.print(TopView("http://x", reading), height=24)
     file.seek(0)
     assert "*#" in file.read()
 
 
 def test_plots_have_the_highest_value_of_each_column() -> None:
     values = [None, 0.0, 1.0, None, 8.0, 2.0]
-    plot = draw_plot(values, num_places=8, width=4, height=1, is_ascii=True)
     # Two of eight intervals are missing; of a column's two values the higher one is drawn.
+    plot = draw_plot(values, num_places=8, width=4, maximum=8.0, chars="_.:-=+*#")
     assert plot == " _.#"
-    assert draw_plot(values, num_places=8, width=4, height=2, top=16.0) == "   ▁\n ▁▂█"
-    assert draw_plot([0.0] * 9, num_places=2, width=5, height=1) == "▁▁"
-    assert draw_plot([], num_places=3, width=3, height=2) == "   \n   "
+    assert draw_plot([0.0] * 9, num_places=2, width=5, maximum=0.0, chars="_#") == "__"
 
 
 def test_ids_and_errors_cannot_steer_the_terminal() -> None:
     call = CallInfo(id="a\x1b[2J\nb", age_s=1.0, num_prompt_tokens=1, num_generated_tokens=1)
-    view = TopView("http://x", replace(LOADS, calls=(call,)), error="bad\x1b]0;x\x07")
-    assert "\x1b" not in "".join(drawn(view))
-    assert "a?[2J?b" in "".join(drawn(view))
+    reading = Reading(loads=replace(LOADS, calls=(call,)), error="bad\x1b]0;x\x07")
+    text = "".join(drawn(reading, height=40))
+    assert "\x1b" not in text
+    assert "a?[2J?b" in text
 
 
 def test_rates_are_none_after_a_restart_of_the_server() -> None:
-    assert rates_of(LATER, LOADS) == (125.0, 5.0, 0.0)
-    assert rates_of(LOADS, LATER) == (0.0, 0.0, 0.0)
-    assert rates_of(LOADS, None) == (0.0, 0.0, 0.0)
+    assert READING.rate("num_generated_tokens") == 125.0
+    assert Reading(loads=LOADS, before=LATER).rate("num_generated_tokens") == 0.0
+    assert Reading(loads=LOADS).rate("num_generated_tokens") == 0.0
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_client_reads_what_a_server_writes(end: str) -> None:
+    info = b'{"version": "0.1.0", "model": "m", "num_ranks": 2}'
     history = msgspec.json.encode(HISTORY)
-    with serving(msgspec.json.encode(LOADS), history=history) as (url, received):
+    with serving(msgspec.json.encode(LOADS), history=history, info=info) as (url, received):
         client = LoadsClient(url + end, key="secret")
-        assert client.read_loads() == LOADS
-        assert client.read_history() == HISTORY
+        name = ServerName(model="m", version="0.1.0")
+        assert client.read() == Reading(loads=LOADS, history=HISTORY, name=name)
+        assert client.read().before == LOADS
         client.close()
-    assert received == [("/loads", "Bearer secret"), ("/loads/history", "Bearer secret")]
+    assert ("/loads/history", "Bearer secret") in received
 
 
 def test_a_key_that_may_not_read_the_history_is_not_tried_again() -> None:
+    readings: queue.SimpleQueue[Reading] = queue.SimpleQueue()
+    is_closed = threading.Event()
     with serving(msgspec.json.encode(LOADS)) as (url, received):
-        poller = LoadsPoller(LoadsClient(url), 0.01)
+        arguments = {"every_s": 0.01, "is_closed": is_closed}
+        thread = threading.Thread(target=LoadsClient(url).poll, args=(readings,), kwargs=arguments)
+        thread.start()
         wait_for(lambda: len(received) >= 5, 30.0)
-        poller.close()
-        reading = poller.take_reading()
-    assert reading is not None
-    assert (reading.loads, reading.history, reading.error) == (LOADS, None, "")
+        is_closed.set()
+        thread.join()
+    assert readings.get() == Reading(loads=LOADS)
     assert [path for path, _ in received].count("/loads/history") == 1
 
 
@@ -210,12 +179,12 @@ def test_client_reports_why_it_has_no_loads(body: bytes, status: int, text: str)
     with serving(body, status) as (url, _):
         client = LoadsClient(url)
         with pytest.raises(EngineError, match=text):
-            client.read_loads()
+            client.read()
     place = url.removeprefix("http://")
     with pytest.raises(
         EngineError, match=f"^Cannot reach the server at {place}: Connection refused.$"
     ):
-        client.read_loads()
+        client.read()
 
 
 def test_other_protocols_are_not_printed() -> None:
@@ -232,7 +201,7 @@ def test_other_protocols_are_not_printed() -> None:
         with pytest.raises(
             EngineError, match=r"^The server does not respond in HTTP; the URL must"
         ):
-            client.read_loads()
+            client.read()
         thread.join()
     client.close()
 

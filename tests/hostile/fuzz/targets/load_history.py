@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 from rich.console import Console
 
-from cluster.cli.top.view import TopView
+from cluster.cli.top import Reading, TopView
 from cluster.serving.telemetry.load_history import LoadHistory
 from tests.cli.loads_server import HISTORY, LOADS
 from tests.cli.test_top import LATER
@@ -23,7 +23,8 @@ def run(data: bytes) -> None:
         return
     drawn = io.StringIO()
     console = Console(file=drawn, width=80, height=24, color_system=None)
-    console.print(TopView("http://x", LATER, before=LOADS, history=history), height=24)
+    reading = Reading(loads=LATER, before=LOADS, history=history)
+    console.print(TopView("http://x", reading), height=24)
     assert "\x1b" not in drawn.getvalue()
 
 
