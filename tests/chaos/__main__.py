@@ -20,14 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedray.machine import raise_descriptor_limit
-from tests.chaos.faults.catalog import FAULTS
-from tests.chaos.history.checker import check
-from tests.chaos.history.events import read_history
-from tests.chaos.history.writer import History
-from tests.chaos.run import Run, RunOptions, write_keys
-from tests.chaos.schedule import applicable
-from tests.chaos.targets.server_target import ServerTarget
-from tests.chaos.targets.small_disk import SmallDisk
+from tests.chaos.checker import check
+from tests.chaos.events import History, read_history
+from tests.chaos.faults import FAULTS
+from tests.chaos.run import Run, RunOptions, applicable, write_keys
+from tests.chaos.targets import ServerTarget, SmallDisk
 from tests.load.report import run_environment
 from tests.process_ends import still_running
 from tests.system.server_process import TINY_LLAMA
@@ -37,9 +34,9 @@ if TYPE_CHECKING:
 
     import psutil
 
-    from tests.chaos.faults.fault import Fault
-    from tests.chaos.history.verdict import Verdict
-    from tests.chaos.targets.target import Target
+    from tests.chaos.checker import Verdict
+    from tests.chaos.faults import Fault
+    from tests.chaos.targets import Target
 
 __all__ = ["main", "make_parser"]
 
@@ -188,7 +185,7 @@ def _serve_target(options: argparse.Namespace, keys_path: Path) -> Target:
     # Ray starts here, and reads these when it is imported.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update(token | {"RAY_USAGE_STATS_ENABLED": "0"})
-    from tests.chaos.targets.serve_target import ServeTarget
+    from tests.chaos.serve_target import ServeTarget
 
     size = options.tensor_parallel_size or 1
     arguments = {

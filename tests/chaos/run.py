@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
+import psutil
+
 from cluster.serving.auth.key_file import digest_of, new_key
-from tests.chaos.clients.frontends import Frontend, GrpcFrontend, HttpFrontend
-from tests.chaos.clients.references import undisturbed
-from tests.chaos.clients.relay import Relay
-from tests.chaos.clients.requests import make_specs
-from tests.chaos.clients.resuming import ResumingGrpcFrontend, ResumingHttpFrontend
-from tests.chaos.clients.streams import Clients
-from tests.chaos.faults.fault import Fault, Scene
-from tests.chaos.history.events import Leftovers, Reference, Resources, RunEnded, RunStarted
-from tests.chaos.injector import Injector
-from tests.chaos.readiness import ReadinessWatch
-from tests.chaos.resources import SharedMemoryWatch, num_descriptors, rss_mib, shared_memory_of
-from tests.chaos.schedule import schedule
+from tests.chaos.clients import (
+    Clients,
+    Frontend,
+    GrpcFrontend,
+    HttpFrontend,
+    Relay,
+    ResumingGrpcFrontend,
+    ResumingHttpFrontend,
+)
+from tests.chaos.events import (
+    ClientLag,
+    FaultHealed,
+    FaultInjected,
+    FaultSeen,
+    Leftovers,
+    Readiness,
+    Reference,
+    Resources,
+    RunEnded,
+    RunStarted,
+)
+from tests.chaos.faults import Fault, Scene
+from tests.chaos.requests import make_specs, undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from tests.chaos.clients.requests import Spec
-    from tests.chaos.history.writer import History
-    from tests.chaos.targets.target import Target
+    from tests.chaos.events import History
+    from tests.chaos.requests import Spec
+    from tests.chaos.targets import Target
 
-__all__ = ["Run", "RunOptions", "write_keys"]
+__all__ = ["Run", "RunOptions", "applicable", "write_keys"]
 
 _TENANTS = ("ann", "ben", "cid")
 _HOSTILE = "mal"
@@ -41,6 +56,19 @@ _QUIET_TIMEOUT_S = 60.0
 _WATCH_PERIOD_S = 2.0
 _KEEP_ALIVE_S = 1.0
 _POLL_S = 0.1
+_PAIRS = 0.25
+"""The part of the faults that come in pairs."""
+_LONGEST_PAIR_DELAY_S = 2.0
+_FEW_ARRIVALS = 32
+_STEADY_S = 1.0
+"""For how long all must be well before a fault counts as healed."""
+_PATIENCE = 2.0
+"""Times the limit of a fault, before the next one comes in any case."""
+_PERIOD_S = 0.2
+_PROBE_TIMEOUT_S = 2.0
+_LEAST_LAG_S = 0.5
+
+_SHARED_MEMORY = "/dev/shm/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,3 +227,218 @@ class Run:
         while True:
             self._shared_memory.look(self._target)
             await asyncio.sleep(_WATCH_PERIOD_S)
+
+
+def applicable(
+    faults: Sequence[type[Fault]], *, target: str, has_rank_processes: bool, can_fill_disk: bool
+) -> list[type[Fault]]:
+    """Return the faults that can be injected into a target."""
+    return [
+        fault
+        for fault in faults
+        if target in fault.targets
+        and (has_rank_processes or not fault.needs_rank_processes)
+        and (can_fill_disk or not fault.needs_disk)
+    ]
+
+
+def schedule(
+    faults: Sequence[type[Fault]], generator: random.Random
+) -> Iterator[tuple[type[Fault], ...]]:
+    """Yield single faults and pairs forever; each kind comes once before any comes again."""
+    while True:
+        waiting = generator.sample(faults, len(faults))
+        while waiting:
+            first = waiting.pop()
+            others = [one for one in faults if one is not first and one.pairs_with_others]
+            if first.pairs_with_others and others and generator.random() < _PAIRS:
+                yield first, generator.choice(others)
+            else:
+                yield (first,)
+
+
+class Injector:
+    """Injects what a schedule yields."""
+
+    def __init__(
+        self,
+        plan: Iterator[tuple[type[Fault], ...]],
+        scene: Scene,
+        readiness: ReadinessWatch,
+        history: History,
+    ) -> None:
+        self._plan = plan
+        self._scene = scene
+        self._readiness = readiness
+        self._history = history
+        self._number = 0
+
+    async def run(self, *, every_s: float, for_s: float) -> None:
+        """Inject a fault at most every `every_s`, the next one when the last has healed."""
+        end_s = time.monotonic() + for_s
+        while time.monotonic() + every_s <= end_s:
+            next_s = time.monotonic() + every_s
+            await self.inject(next(self._plan))
+            await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
+
+    async def inject(self, kinds: tuple[type[Fault], ...]) -> None:
+        """Inject one fault or a pair, and wait until it has healed."""
+        faults = [kind(self._scene) for kind in kinds]
+        self._number += 1
+        number, limit_s = self._number, sum(one.limit_s for one in faults)
+        self._history.add(
+            FaultInjected(
+                at_s=self._history.now_s,
+                number=number,
+                faults=tuple(one.name for one in faults),
+                may_end_streams=any(one.may_end_streams for one in faults),
+                limit_s=limit_s,
+                pause_limit_s=sum(one.pause_limit_s for one in faults),
+            )
+        )
+        delays_s = [0.0, self._scene.generator.uniform(0.0, _LONGEST_PAIR_DELAY_S)]
+        injecting = asyncio.gather(
+            *(_inject(one, delay_s) for one, delay_s in zip(faults, delays_s, strict=False))
+        )
+        try:
+            async with asyncio.timeout(limit_s * _PATIENCE):
+                await self._until_healed(injecting, faults, number)
+        except TimeoutError:
+            # The checker finds that the fault has not healed.
+            injecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await injecting
+
+    async def _until_healed(
+        self, injecting: asyncio.Future[list[None]], faults: list[Fault], number: int
+    ) -> None:
+        is_seen = False
+        well_s: float | None = None
+        arrivals = 0
+        while True:
+            is_well = self._readiness.is_ready and self._scene.target.is_whole()
+            if not is_well and not is_seen:
+                is_seen = True
+                self._history.add(FaultSeen(at_s=self._history.now_s, number=number))
+            if injecting.done():
+                injecting.result()
+            if not (is_well and injecting.done() and all(one.is_over() for one in faults)):
+                well_s = None
+            elif well_s is None:
+                well_s, arrivals = self._history.now_s, self._history.num_arrivals
+            elif (
+                self._history.now_s - well_s >= _STEADY_S
+                and self._history.num_arrivals - arrivals >= _FEW_ARRIVALS
+            ):
+                if await self._scene.target.all_serve(self._scene.key):
+                    self._history.add(FaultHealed(at_s=self._history.now_s, number=number))
+                    return
+                well_s = None
+            await asyncio.sleep(_POLL_S)
+
+
+async def _inject(fault: Fault, delay_s: float) -> None:
+    await asyncio.sleep(delay_s)
+    await fault.inject()
+
+
+class ReadinessWatch:
+    """Polls /ready and writes down each change; and notes when this process did not run."""
+
+    def __init__(self, url: str, history: History) -> None:
+        self._url = f"{url}/ready"
+        self._history = history
+        self.state = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the last answer was that it is ready."""
+        return self.state == "ready"
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        await asyncio.gather(self._poll(), self._watch_lag())
+
+    async def _poll(self) -> None:
+        async with httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S) as client:
+            while True:
+                asked_s = self._history.now_s
+                try:
+                    answer = await client.get(self._url)
+                    state = "ready" if answer.status_code == 200 else "not_ready"
+                except httpx.HTTPError:
+                    state = "no_answer"
+                if state != self.state:
+                    # The server stopped answering before the request was sent.
+                    at_s = asked_s if state == "no_answer" else self._history.now_s
+                    self.state = state
+                    self._history.add(Readiness(at_s=at_s, state=state))
+                await asyncio.sleep(_PERIOD_S)
+
+    async def _watch_lag(self) -> None:
+        while True:
+            slept_s = time.monotonic()
+            await asyncio.sleep(_PERIOD_S)
+            lag_s = time.monotonic() - slept_s - _PERIOD_S
+            if lag_s > _LEAST_LAG_S:
+                self._history.add(ClientLag(at_s=self._history.now_s, seconds=round(lag_s, 3)))
+
+
+class SharedMemoryWatch:
+    """Remembers the shared memory files that the processes of a server have used."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def look(self, target: Target) -> None:
+        """Note the files in use."""
+        self._seen |= shared_memory_of(target.family())
+
+    def left(self) -> tuple[str, ...]:
+        """Return those that still exist."""
+        return tuple(sorted(name for name in self._seen if Path(name).exists()))
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the names of the shared memory files that processes have mapped or open."""
+    found: set[str] = set()
+    for process in processes:
+        # A process that ends meanwhile has none.
+        with contextlib.suppress(OSError):
+            found |= _mapped(process.pid) | _opened(process.pid)
+    return found
+
+
+def num_descriptors(processes: Iterable[psutil.Process]) -> int:
+    """Return the number of open descriptors of all processes."""
+    number = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            number += process.num_fds()
+    return number
+
+
+def rss_mib(processes: Iterable[psutil.Process]) -> float:
+    """Return the memory of all processes."""
+    number = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            number += process.memory_info().rss
+    return round(number / 2**20, 1)
+
+
+def _mapped(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    # Address, permissions, offset, device, inode, path.
+    paths = (line.split(maxsplit=5)[5] for line in lines if _SHARED_MEMORY in line)
+    return {path for path in paths if path.startswith(_SHARED_MEMORY) and "(deleted)" not in path}
+
+
+def _opened(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            path = os.readlink(link)  # noqa: PTH115  # Path.readlink gives a path, this a text
+            if path.startswith(_SHARED_MEMORY) and "(deleted)" not in path:
+                found.add(path)
+    return found

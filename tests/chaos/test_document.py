@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.__main__ import make_parser
-from tests.chaos.faults.catalog import FAULTS
-from tests.chaos.schedule import applicable
+from tests.chaos.faults import FAULTS
+from tests.chaos.run import applicable
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "reliability.md").read_text()

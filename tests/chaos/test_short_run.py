@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.chaos.__main__ import main
-from tests.chaos.history.events import CallEnded, FaultHealed, encode, read_history
+from tests.chaos.events import CallEnded, FaultHealed, encode, read_history
 from tests.orphan_guard import guarded_process
 from tests.system.server_process import ROOT
 

@@ -27,7 +27,7 @@ from cluster.cli.parser import make_parser
 from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.chaos.faults.catalog import FAULTS
+from tests.chaos.faults import FAULTS
 from tests.deploy.kustomize import DEPLOY, overlay
 from tests.system.server_process import ROOT
 

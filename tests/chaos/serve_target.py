@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from pagedray.errors import PagedRayError
-from tests.chaos.targets.target import Holdings, Target, named, tracebacks_in
+from tests.chaos.targets import Holdings, Target, named, tracebacks_in
 from tests.system.serve_cluster import ServeCluster
 
 if TYPE_CHECKING:

@@ -1,17 +1,19 @@
-"""The events of a run: one JSON object per line, each of one of the kinds below.
+"""The history of a run: one JSON object per line, each an event of a kind below.
 
 Times are seconds since the run began, of one monotonic clock.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from types import TracebackType
 
 __all__ = [
     "CallAccepted",
@@ -22,6 +24,7 @@ __all__ = [
     "FaultHealed",
     "FaultInjected",
     "FaultSeen",
+    "History",
     "Leftovers",
     "Readiness",
     "Reference",
@@ -210,7 +213,11 @@ _Any = (
     | ClientLag
     | RunEnded
 )
+
+
 _encoder = msgspec.json.Encoder()
+
+
 _decoder = msgspec.json.Decoder(_Any)
 
 
@@ -224,3 +231,33 @@ def read_history(path: Path) -> Iterator[Event]:
     with path.open("rb") as file:
         for line in file:
             yield _decoder.decode(line)
+
+
+class History:
+    """A file of events, as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._started_s = time.monotonic()
+        self.num_arrivals = 0
+        """Grows while tokens arrive."""
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+        return round(time.monotonic() - self._started_s, 4)
+
+    def add(self, event: Event) -> None:
+        """Write an event."""
+        self._file.write(encode(event))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()

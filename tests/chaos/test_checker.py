@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.history.checker import STANDSTILL_S, check
-from tests.chaos.history.events import (
+from tests.chaos.checker import STANDSTILL_S, check
+from tests.chaos.events import (
     CallAccepted,
     CallEnded,
     CallSent,
@@ -33,7 +33,7 @@ from tests.chaos.history.events import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.chaos.history.verdict import Verdict
+    from tests.chaos.checker import Verdict
 
 STEP_S = 0.5
 FAULT_S, HEALED_S = 2.0, 6.0

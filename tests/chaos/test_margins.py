@@ -8,8 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.clients.margins import NUM_LOGPROBS, least_margin
-from tests.chaos.clients.requests import Spec
+from tests.chaos.requests import NUM_LOGPROBS, Spec, least_margin
 from workers.sampling.choice import Draws
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.rows import generator_start, uniforms

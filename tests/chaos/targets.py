@@ -1,38 +1,183 @@
-"""`pagedray serve`, under a supervisor that starts it again when it exits."""
+"""Targets: a server with its processes, into which faults are injected."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import psutil
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.chaos.history.events import ServerExited, ServerStarted
-from tests.chaos.targets.target import Holdings, Target, tracebacks_in
+from tests.chaos.events import ServerExited, ServerStarted
 from tests.orphan_guard import OrphanGuard
 from tests.process_ends import still_running
 from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable
+    from types import TracebackType
 
-    from tests.chaos.history.writer import History
-    from tests.chaos.targets.small_disk import SmallDisk
+    from tests.chaos.events import History
 
-__all__ = ["ServerTarget"]
+__all__ = ["Holdings", "ServerTarget", "SmallDisk", "Target", "named", "tracebacks_in"]
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)|Unhandled error")
+_TRACEBACK_LENGTH = 3000
+_SIZE = "512m"
+_PART = bytes(2**20)
 
 _STOP_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 240.0
-_POLL_S = 0.5
+_START_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """The resources that all replicas of a target hold together."""
+
+    num_calls: int
+    num_blocks: int
+    num_free_blocks: int
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is no call and every block is free."""
+        return self.num_calls == 0 and self.num_free_blocks == self.num_blocks
+
+
+class Target(ABC):
+    """A running server, and how its processes are found."""
+
+    name: str
+    grpc_target: str
+    url: str
+    model: str
+    num_ranks: int
+    """Rank processes when nothing is wrong; 0 if ranks run in the servers."""
+    num_servers: int
+    can_resume: bool = False
+    """Whether clients can resume their streams."""
+    disk: SmallDisk | None = None
+    """Where it writes temporary files, if that is a file system of its own."""
+
+    descriptor_limit: int | None = None
+    """How many descriptors its servers may open, if that is few."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it and all its processes."""
+
+    @abstractmethod
+    def servers(self) -> list[psutil.Process]:
+        """Return the processes that hold the requests."""
+
+    @abstractmethod
+    def family(self) -> list[psutil.Process]:
+        """Return all processes, Ray's included."""
+
+    @abstractmethod
+    async def holdings(self, key: str) -> Holdings:
+        """Return what it holds, asked with the key of an admin."""
+
+    @abstractmethod
+    def tracebacks(self) -> list[str]:
+        """Return the Python tracebacks in its logs, shortened."""
+
+    async def all_serve(self, key: str) -> bool:
+        """Return whether every server is ready, asked with an API key.
+
+        Where there is one server, `/ready` has already answered for it.
+        """
+        return True
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks."""
+        return named(self.family(), "GpuWorker")
+
+    def is_whole(self) -> bool:
+        """Whether all ranks and servers are there; spare ranks may be there too."""
+        return (
+            len(self.ranks()) >= self.num_ranks
+            and sum(map(psutil.Process.is_running, self.servers())) == self.num_servers
+        )
+
+
+def tracebacks_in(log: Path) -> list[str]:
+    """Return the Python tracebacks in a log, shortened, and those that Ray writes of actors."""
+    _, *found = _TRACEBACK.split(log.read_text(errors="replace"))
+    return [one[:_TRACEBACK_LENGTH] for one in found]
+
+
+def named(processes: Iterable[psutil.Process], word: str) -> list[psutil.Process]:
+    """Return the living processes whose command line has a word."""
+    found = []
+    for process in processes:
+        try:
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            if is_alive and word in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+class SmallDisk:
+    """A tmpfs as a context manager; `path` is the folder on which it is mounted."""
+
+    def __init__(self) -> None:
+        # A short path: sockets in it have at most 107 characters.
+        self.path = Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp"))
+
+    @staticmethod
+    def can_mount() -> bool:
+        """Whether this process may mount file systems."""
+        return os.geteuid() == 0
+
+    def fill(self) -> None:
+        """Write until no space is left."""
+        with (self.path / "fill").open("wb", buffering=0) as file:
+            try:
+                while file.write(_PART):
+                    pass
+            except OSError:
+                return
+
+    def empty(self) -> None:
+        """Give the space back."""
+        (self.path / "fill").unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(self.path)], check=True
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Lazily, since a process that ends may still have a log open.
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+        self.path.rmdir()
 
 
 class ServerTarget(Target):
@@ -81,7 +226,7 @@ class ServerTarget(Target):
         self._launch()
         self._supervisor.start()
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not self._ready.wait(_POLL_S):
+        while not self._ready.wait(_START_POLL_S):
             is_starting = self._supervisor.is_alive() and time.monotonic() < deadline_s
             assert is_starting, "The server did not start; see its log."
 

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, cast
 import psutil
 import pytest
 
-from tests.chaos.faults.fault import Scene
-from tests.chaos.faults.pauses import pause
-from tests.chaos.faults.ranks.hang_rank import HangRank
+from tests.chaos.faults import HangRank, Scene, pause
 from tests.fakes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.chaos.targets.target import Target
+    from tests.chaos.targets import Target
 
 SECONDS = 0.2
 
