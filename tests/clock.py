@@ -1,7 +1,5 @@
 """A clock that a test sets."""
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Returns the seconds that the test has set, as `time.monotonic` those of the machine."""

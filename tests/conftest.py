@@ -9,11 +9,13 @@ import os
 import re
 import secrets
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Before torch is imported anywhere. Threads that spin while they wait take the cores from the
 # other processes that run tests.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+from collections.abc import Generator, Iterator
 
 import certifi
 import httpx
@@ -22,9 +24,6 @@ import torch
 
 from tests.downloads.small_s3 import SmallS3
 from tests.shared_ray import SharedRay
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
 
 # Before Ray is imported anywhere: no token is written to HOME, no usage is reported.
 os.environ["RAY_AUTH_MODE"] = "token"

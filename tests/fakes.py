@@ -5,23 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cluster.engine.executor import Executor, RankHealth
-from pagedray.batch import StepOutput
+from cluster.scheduling.event import TokenEvent
+from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
 from pagedray.config import CacheSize, KernelReport
+from pagedray.errors import EngineError
 from pagedray.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cluster.scheduling.event import TokenEvent
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
-    from pagedray.errors import EngineError
-    from pagedray.request import FinishReason
-
-__all__ = ["FakeExecutor", "RecordingSink", "unused_model", "wait_for"]
+from pagedray.request import FinishReason
 
 
 def unused_model(*, max_positions: int) -> ModelConfig:

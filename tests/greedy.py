@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from cluster.scheduling.stats import SchedulerStats
 from pagedray import LLM, SamplingParams
 from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cluster.scheduling.stats import SchedulerStats
-
-__all__ = [
-    "LONGEST",
-    "NUM_TOKENS",
-    "PROMPT_LENGTHS",
-    "Truth",
-    "check_all_at_once",
-    "check_cpu_prefixes",
-    "check_disk_prefixes",
-    "check_logprobs",
-    "check_tiny_pool",
-    "checked_until_preempted",
-    "generated",
-    "local_llm",
-    "settled_stats",
-    "truth_of",
-]
 
 NUM_TOKENS = 40
 NUM_TRIES = 20

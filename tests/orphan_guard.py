@@ -7,15 +7,10 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
-
-__all__ = ["OrphanGuard", "end_with_parent", "guarded_process"]
+from typing import IO, Self
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PROGRAM = """
@@ -66,12 +61,7 @@ class OrphanGuard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

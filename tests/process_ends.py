@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["still_running"]
 
 _POLL_S = 0.02
 

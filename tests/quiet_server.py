@@ -9,8 +9,6 @@ import sys
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["QuietServer"]
-
 
 class QuietServer(ThreadingHTTPServer):
     """A server with a thread for each connection."""

@@ -12,12 +12,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["SharedRay"]
+from typing import IO, Self
 
 _ROOT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 90.0
@@ -47,12 +42,7 @@ class SharedRay:
             self._process.communicate()
         raise AssertionError("Ray did not start; its messages are above")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process is not None
         # Closes its input.
         self._process.communicate(timeout=_END_TIMEOUT_S)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,9 +14,6 @@ import pytest
 from tests.orphan_guard import OrphanGuard
 from tests.process_ends import still_running
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WAITING = """
 import subprocess, sys, time

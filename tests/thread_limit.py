@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["no_more_threads"]
 
 _NO_ADDRESS_SPACE = 2**47
 """No process has room for a stack of this size."""

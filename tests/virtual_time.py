@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import selectors
-from typing import TYPE_CHECKING, ParamSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-__all__ = ["in_virtual_time", "pass_time"]
+from collections.abc import Callable, Coroutine
+from typing import ParamSpec
 
 Given = ParamSpec("Given")
 

@@ -15,30 +15,21 @@ import secrets
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
 
 from pagedray.machine import raise_descriptor_limit
-from tests.chaos.checker import check
+from tests.chaos.checker import Verdict, check
 from tests.chaos.events import History, read_history
-from tests.chaos.faults import FAULTS
+from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.run import Run, RunOptions, applicable, write_keys
-from tests.chaos.targets import ServerTarget, SmallDisk
+from tests.chaos.targets import ServerTarget, SmallDisk, Target
 from tests.load.report import run_environment
 from tests.process_ends import still_running
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import psutil
-
-    from tests.chaos.checker import Verdict
-    from tests.chaos.faults import Fault
-    from tests.chaos.targets import Target
-
-__all__ = ["main", "make_parser"]
 
 _NUM_SHOWN = 40
 _DRAIN_S = 120

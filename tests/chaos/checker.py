@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from tests.chaos.events import (
     CallAccepted,
     CallEnded,
     CallSent,
     ClientLag,
+    Event,
     FaultHealed,
     FaultInjected,
     FaultSeen,
     Leftovers,
     Readiness,
     Reference,
+    ReferenceSequence,
     Resources,
     RunEnded,
     SequenceEnded,
     ServerExited,
     Tokens,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from tests.chaos.events import Event, ReferenceSequence
-
-__all__ = ["STANDSTILL_S", "Verdict", "check"]
 
 STANDSTILL_S = 12.0
 """How long a server may be ready while no open call gets a token; it has 10 s to notice."""

@@ -9,39 +9,18 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import grpc
 import httpx
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.chaos.events import CallAccepted, CallEnded, CallSent, SequenceEnded, Tokens
+from tests.chaos.events import CallAccepted, CallEnded, CallSent, History, SequenceEnded, Tokens
 from tests.chaos.requests import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
-
-    from tests.chaos.events import History
-    from tests.chaos.targets import Target
-
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "Call",
-    "CallRecord",
-    "Clients",
-    "Frontend",
-    "GrpcFrontend",
-    "HttpFrontend",
-    "Relay",
-    "ResumingGrpcFrontend",
-    "ResumingHttpFrontend",
-    "abort",
-    "note_choice",
-    "note_sequences",
-]
+from tests.chaos.targets import Target
 
 CHANNEL_OPTIONS = (
     # A client that waits two minutes before it connects again would see nothing of the recovery.
@@ -344,12 +323,7 @@ class Relay:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         self.cut()

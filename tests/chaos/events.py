@@ -6,39 +6,11 @@ Times are seconds since the run began, of one monotonic clock.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from types import TracebackType
-
-__all__ = [
-    "CallAccepted",
-    "CallEnded",
-    "CallSent",
-    "ClientLag",
-    "Event",
-    "FaultHealed",
-    "FaultInjected",
-    "FaultSeen",
-    "History",
-    "Leftovers",
-    "Readiness",
-    "Reference",
-    "ReferenceSequence",
-    "Resources",
-    "RunEnded",
-    "RunStarted",
-    "SequenceEnded",
-    "ServerExited",
-    "ServerStarted",
-    "Tokens",
-    "encode",
-    "read_history",
-]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
@@ -254,10 +226,5 @@ class History:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -9,9 +9,10 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import grpc
 import psutil
@@ -21,12 +22,6 @@ from tests.chaos.targets import Target, named
 from tests.load.body_mutator import mutated_json, mutated_protobuf
 from tests.load.keep_alive import KeepAlive
 from tests.load.request_bodies import json_bodies, protobuf_bodies
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-
-__all__ = ["FAULTS", "Fault", "HangRank", "Scene", "pause"]
 
 _OPEN_TIMEOUT_S = 10.0
 

@@ -9,32 +9,16 @@ ignore the structure, so that the second best token that it allows may not be re
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.chaos.events import ReferenceSequence
 from workers.sampling.rows import generator_start, uniforms
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.chaos.clients import GrpcFrontend
-
-__all__ = [
-    "LEAST_MARGIN",
-    "NUM_LOGPROBS",
-    "Spec",
-    "TokenScores",
-    "least_margin",
-    "make_specs",
-    "undisturbed",
-]
 
 _WORDS = (
     *("def", "class", "return", "import", "path", "file", "open", "read", "write", "config"),
@@ -51,9 +35,6 @@ LEAST_MARGIN = 2e-4
 """Log-probabilities of the same position in different batches differ by about 1e-5 in float32."""
 TokenScores = tuple[tuple[int, float], ...]
 """The most likely tokens of a position with their log-probabilities, the most likely first."""
-
-_NUM_AT_ONCE = 8
-_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,67 +179,3 @@ def _drawn_margin(spec: Spec, token_id: int, top: TokenScores, uniform: float) -
     )
     begin_margin = uniform - begin if chosen else math.inf
     return float(min(begin_margin, end - uniform, order))
-
-
-class _Gained:
-    """One sequence as it arrives."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.scores: list[TokenScores] = []
-        self.text = ""
-        self.reason = ""
-
-
-async def undisturbed(
-    specs: Sequence[Spec], frontend: GrpcFrontend, *, key: str
-) -> dict[Spec, tuple[ReferenceSequence, ...]]:
-    """Return what requests give, without those that cannot be compared exactly."""
-    places = asyncio.Semaphore(_NUM_AT_ONCE)
-
-    async def run(spec: Spec) -> tuple[tuple[ReferenceSequence, ...], float]:
-        async with places:
-            return await _undisturbed(spec, frontend, key)
-
-    found = await asyncio.gather(*map(run, specs))
-    return {
-        spec: sequences
-        for spec, (sequences, margin) in zip(specs, found, strict=True)
-        if margin >= LEAST_MARGIN
-    }
-
-
-async def _undisturbed(
-    spec: Spec, frontend: GrpcFrontend, key: str
-) -> tuple[tuple[ReferenceSequence, ...], float]:
-    message = spec.to_message(
-        f"undisturbed-{spec.name}", num_logprobs=None if spec.is_structured else NUM_LOGPROBS
-    )
-    method = frontend.stub.Chat if spec.is_chat else frontend.stub.Generate
-    metadata = (("authorization", f"Bearer {key}"),)
-    sequences = [_Gained() for _ in range(spec.n)]
-    num_prompt_tokens = 0
-    async for answer in method(message, metadata=metadata, timeout=_TIMEOUT_S):
-        if answer.HasField("prompt_info"):
-            num_prompt_tokens = answer.prompt_info.num_prompt_tokens
-        for one in answer.sequences:
-            _add(sequences[one.index], one)
-    margin = min(
-        least_margin(spec, index, one.token_ids, one.scores, num_prompt_tokens)
-        for index, one in enumerate(sequences)
-    )
-    return tuple(
-        ReferenceSequence(token_ids=tuple(one.token_ids), text=one.text, reason=one.reason)
-        for one in sequences
-    ), margin
-
-
-def _add(sequence: _Gained, gained: Any) -> None:  # Any: one of two messages
-    sequence.token_ids += gained.token_ids
-    sequence.text += gained.text if isinstance(gained, pb.SequenceOutput) else gained.content
-    sequence.scores += (
-        tuple((top.token_id, top.logprob) for top in one.top_logprobs) for one in gained.logprobs
-    )
-    if gained.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-        name = pb.FinishReason.Name(gained.finish_reason)
-        sequence.reason = name.removeprefix("FINISH_REASON_").lower()

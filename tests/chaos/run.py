@@ -7,15 +7,17 @@ import contextlib
 import os
 import random
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import httpx
 import psutil
 
 from cluster.serving.auth.key_file import digest_of, new_key
+from pagedray.v1 import pagedray_pb2 as pb
 from tests.chaos.clients import (
     Clients,
     Frontend,
@@ -30,25 +32,28 @@ from tests.chaos.events import (
     FaultHealed,
     FaultInjected,
     FaultSeen,
+    History,
     Leftovers,
     Readiness,
     Reference,
+    ReferenceSequence,
     Resources,
     RunEnded,
     RunStarted,
 )
 from tests.chaos.faults import Fault, Scene
-from tests.chaos.requests import make_specs, undisturbed
+from tests.chaos.requests import (
+    LEAST_MARGIN,
+    NUM_LOGPROBS,
+    Spec,
+    TokenScores,
+    least_margin,
+    make_specs,
+)
+from tests.chaos.targets import Target
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from tests.chaos.events import History
-    from tests.chaos.requests import Spec
-    from tests.chaos.targets import Target
-
-__all__ = ["Run", "RunOptions", "applicable", "write_keys"]
-
+_NUM_AT_ONCE = 8
+_REFERENCE_TIMEOUT_S = 300.0
 _TENANTS = ("ann", "ben", "cid")
 _HOSTILE = "mal"
 _ADMIN = "root"
@@ -442,3 +447,67 @@ def _opened(pid: int) -> set[str]:
             if path.startswith(_SHARED_MEMORY) and "(deleted)" not in path:
                 found.add(path)
     return found
+
+
+class _Gained:
+    """One sequence as it arrives."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.scores: list[TokenScores] = []
+        self.text = ""
+        self.reason = ""
+
+
+async def undisturbed(
+    specs: Sequence[Spec], frontend: GrpcFrontend, *, key: str
+) -> dict[Spec, tuple[ReferenceSequence, ...]]:
+    """Return what requests give, without those that cannot be compared exactly."""
+    places = asyncio.Semaphore(_NUM_AT_ONCE)
+
+    async def run(spec: Spec) -> tuple[tuple[ReferenceSequence, ...], float]:
+        async with places:
+            return await _undisturbed(spec, frontend, key)
+
+    found = await asyncio.gather(*map(run, specs))
+    return {
+        spec: sequences
+        for spec, (sequences, margin) in zip(specs, found, strict=True)
+        if margin >= LEAST_MARGIN
+    }
+
+
+async def _undisturbed(
+    spec: Spec, frontend: GrpcFrontend, key: str
+) -> tuple[tuple[ReferenceSequence, ...], float]:
+    message = spec.to_message(
+        f"undisturbed-{spec.name}", num_logprobs=None if spec.is_structured else NUM_LOGPROBS
+    )
+    method = frontend.stub.Chat if spec.is_chat else frontend.stub.Generate
+    metadata = (("authorization", f"Bearer {key}"),)
+    sequences = [_Gained() for _ in range(spec.n)]
+    num_prompt_tokens = 0
+    async for answer in method(message, metadata=metadata, timeout=_REFERENCE_TIMEOUT_S):
+        if answer.HasField("prompt_info"):
+            num_prompt_tokens = answer.prompt_info.num_prompt_tokens
+        for one in answer.sequences:
+            _add(sequences[one.index], one)
+    margin = min(
+        least_margin(spec, index, one.token_ids, one.scores, num_prompt_tokens)
+        for index, one in enumerate(sequences)
+    )
+    return tuple(
+        ReferenceSequence(token_ids=tuple(one.token_ids), text=one.text, reason=one.reason)
+        for one in sequences
+    ), margin
+
+
+def _add(sequence: _Gained, gained: Any) -> None:  # Any: one of two messages
+    sequence.token_ids += gained.token_ids
+    sequence.text += gained.text if isinstance(gained, pb.SequenceOutput) else gained.content
+    sequence.scores += (
+        tuple((top.token_id, top.logprob) for top in one.top_logprobs) for one in gained.logprobs
+    )
+    if gained.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+        name = pb.FinishReason.Name(gained.finish_reason)
+        sequence.reason = name.removeprefix("FINISH_REASON_").lower()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import ray
@@ -14,11 +14,6 @@ from ray.exceptions import RayError
 from pagedray.errors import PagedRayError
 from tests.chaos.targets import Holdings, Target, named, tracebacks_in
 from tests.system.serve_cluster import ServeCluster
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["ServeTarget"]
 
 _ASK_S = 2.0
 _PACKAGES = ("attention", "cluster", "pagedray", "workers")

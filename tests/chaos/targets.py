@@ -12,27 +12,20 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import grpc
 import psutil
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.chaos.events import ServerExited, ServerStarted
+from tests.chaos.events import History, ServerExited, ServerStarted
 from tests.orphan_guard import OrphanGuard
 from tests.process_ends import still_running
 from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import TracebackType
-
-    from tests.chaos.events import History
-
-__all__ = ["Holdings", "ServerTarget", "SmallDisk", "Target", "named", "tracebacks_in"]
 
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)|Unhandled error")
 _TRACEBACK_LENGTH = 3000
@@ -169,12 +162,7 @@ class SmallDisk:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Lazily, since a process that ends may still have a log open.
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)
         self.path.rmdir()

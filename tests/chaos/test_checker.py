@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.checker import STANDSTILL_S, check
+from tests.chaos.checker import STANDSTILL_S, Verdict, check
 from tests.chaos.events import (
     CallAccepted,
     CallEnded,
@@ -29,11 +29,6 @@ from tests.chaos.events import (
     SequenceEnded,
     Tokens,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.chaos.checker import Verdict
 
 STEP_S = 0.5
 FAULT_S, HEALED_S = 2.0, 6.0

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator
+from typing import cast
 
 import psutil
 import pytest
 
 from tests.chaos.faults import HangRank, Scene, pause
+from tests.chaos.targets import Target
 from tests.fakes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.chaos.targets import Target
 
 SECONDS = 0.2
 

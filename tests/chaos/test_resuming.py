@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import grpc
 
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.chaos.clients import Call, CallRecord, Relay, ResumingGrpcFrontend, ResumingHttpFrontend
+from tests.chaos.clients import (
+    Call,
+    CallRecord,
+    Frontend,
+    Relay,
+    ResumingGrpcFrontend,
+    ResumingHttpFrontend,
+)
 from tests.chaos.events import CallAccepted, CallEnded, CallSent, Event
 from tests.chaos.requests import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.chaos.clients import Frontend
 
 SPEC = Spec(name="a", prompt="x", max_tokens=1)
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,9 +14,6 @@ from tests.chaos.__main__ import main
 from tests.chaos.events import CallEnded, FaultHealed, encode, read_history
 from tests.orphan_guard import guarded_process
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = ("--streams", "12", "--requests", "8", "--max-tokens", "64")
 

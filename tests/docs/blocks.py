@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["BLOCKS", "Block"]
 
 _PATHS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md")
 _CONTINUED = re.compile(r"\\\n\s*")

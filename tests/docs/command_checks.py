@@ -14,10 +14,11 @@ import re
 import runpy
 import sys
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,11 +31,6 @@ from pagedray.v1 import pagedray_pb2 as pb
 from tests.chaos.faults import FAULTS
 from tests.deploy.kustomize import DEPLOY, overlay
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-__all__ = ["check_command"]
 
 _EXTERNAL_PACKAGES = frozenset(("checkov", "torch"))
 _EXAMPLES = {"FAULT": FAULTS[0].__name__}

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.docs.blocks import Block
-
-__all__ = ["NOT_RUN", "SLOW", "is_run", "is_slow"]
+from tests.docs.blocks import Block
 
 _CLUSTER = "needs a Kubernetes cluster"
 _GPU = "needs a GPU"

@@ -14,9 +14,11 @@ import re
 import signal
 import subprocess
 import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -34,10 +36,6 @@ from tests.docs.command_checks import check_command
 from tests.docs.not_run import NOT_RUN, SLOW, is_run, is_slow
 from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, ServerProcess, ready_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
 _LANGUAGES = frozenset(("json", "promql", "python", "sh", "text", "toml", "yaml"))
 _DEFAULT_URL = {"pagedray bench serve": "--base-url", "pagedray top": "--url"}

@@ -7,17 +7,14 @@ are no targets.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _DOCUMENTS = sorted(
     path

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from pagedray.version import __version__
 from scripts.release import check_contents, notes_of
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_changelog_has_the_version() -> None:

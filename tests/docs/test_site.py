@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.serving.intake.limits import IntakeLimits, request_size
@@ -15,10 +16,6 @@ from pagedray.errors import PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from scripts.site_pages import site_pages
 from tests.system.server_process import ROOT, TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:

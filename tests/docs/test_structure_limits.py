@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -12,9 +12,6 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray import Structure
 from pagedray.errors import InvalidRequestError
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _ROW = re.compile(
     r"^\| (.+?) \| ([0-9][0-9 ]*(?:; [0-9][0-9 ]*)*)(?: characters)? \|$", re.MULTILINE

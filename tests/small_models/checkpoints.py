@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -13,18 +14,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from tests.small_models.multimodal import multimodal_config, transformers_class
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = [
-    "CASES",
-    "Case",
-    "class_name",
-    "greedy_continuations",
-    "save_checkpoint",
-    "save_word_tokenizer",
-]
 
 VOCAB_SIZE = 131
 

@@ -6,8 +6,6 @@ import random
 
 from tests.small_models.checkpoints import CASES, Case
 
-__all__ = ["ALL_CASES", "MOE_CASES", "SAMPLED_CASES"]
-
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,

@@ -8,8 +8,6 @@ import torch
 
 from pagedray.weight_format import Int4Format
 
-__all__ = ["Int4Tensors"]
-
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns is in each place of a word, from the lowest bits on."""
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["TEXT_TYPES", "multimodal_config", "transformers_class"]
 
 TEXT_TYPES = {
     "gemma3": ("gemma3_text",),

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["mxfp4_of", "quantize_experts", "value_of"]
 
 _PROJECTIONS = (".experts.gate_up_proj", ".experts.down_proj")
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-__all__ = ["save_compressed", "save_fp8_blocks", "save_replaced", "save_wide"]
 
 FP8_MAX = 448.0
 SMALLEST = torch.finfo(torch.float32).tiny

@@ -6,8 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-__all__ = ["END_TOKEN_ID", "write_reasoning_model"]
-
 _TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["write_scripted_model"]
 
 _TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _HIDDEN_SIZE = 128

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import grpc
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
-    from types import TracebackType
-
-    from tests.system.server_process import ServerProcess
-
-__all__ = ["GrpcStream", "GrpcStreams"]
+from tests.system.server_process import ServerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +73,7 @@ class GrpcStreams:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
         self._readers.shutdown()
 

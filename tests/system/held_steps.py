@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+
+import pytest
 
 from cluster.engine.controller import Controller
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
-
-    from pagedray import LLM, AsyncLLM
-    from pagedray.batch import StepOutput
-
-__all__ = ["hold_steps"]
+from pagedray import LLM, AsyncLLM
+from pagedray.batch import StepOutput
 
 
 def hold_steps(

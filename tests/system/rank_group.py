@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
 
 from cluster.engine.controller import Controller
 from pagedray import LLM, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import psutil
-
-    from pagedray.batch import StepOutput
-
-__all__ = ["kill_after_steps", "open_group", "tokens_of"]
+from pagedray.batch import StepOutput
 
 _PROMPTS = [[5, 6, 7], [11] * 20, list(range(3, 60))]
 _PARAMS = SamplingParams(temperature=1.0, seed=7, max_tokens=150, ignore_eos=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import psutil
 
-__all__ = ["rank_processes", "serving_processes"]
-
 
 def rank_processes() -> list[psutil.Process]:
     """Return the processes of ranks and of spares."""

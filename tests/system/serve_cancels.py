@@ -11,22 +11,17 @@ import contextlib
 import math
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import grpc
 import httpx
 
+from cluster.serving.server_info import ServerLoads
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from cluster.serving.server_info import ServerLoads
-    from tests.system.serve_cluster import ServeCluster
-
-__all__ = ["CancelFrontend", "Cancelled", "Lost", "cancel_many", "lose_some"]
+from tests.system.serve_cluster import ServeCluster
 
 CancelFrontend = Literal["grpc", "http"]
 _LONGEST_S = 0.3

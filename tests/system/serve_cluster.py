@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import httpx
 import ray
 from ray import serve
+from ray.actor import ActorHandle
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.serving.ray_serve.deployment import build_app
+from cluster.serving.server_info import ServerLoads
 from tests.system.server_process import TINY_LLAMA, free_port
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from ray.actor import ActorHandle
-    from ray.serve.handle import DeploymentHandle
-    from ray.serve.schema import ServeDeploySchema
-
-    from cluster.serving.server_info import ServerLoads
-
-__all__ = ["SMALL", "ServeCluster"]
 
 SMALL = {
     "model": str(TINY_LLAMA),
@@ -146,10 +139,5 @@ class ServeCluster:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         serve.shutdown()

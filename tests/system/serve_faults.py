@@ -20,27 +20,19 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 import ray
 
 from bench.records.machine import cpu_name
-from tests.system.serve_cancels import cancel_many, lose_some
+from tests.system.serve_cancels import CancelFrontend, Cancelled, cancel_many, lose_some
 from tests.system.serve_cluster import ServeCluster
-from tests.system.serve_streams import Streams, summary
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.system.serve_cancels import CancelFrontend, Cancelled
-    from tests.system.serve_streams import Ended
-
-__all__ = ["kill_one", "num_differing", "redeploy", "until_whole"]
+from tests.system.serve_streams import Ended, Streams, summary
 
 _PARTS = (
     "kill",

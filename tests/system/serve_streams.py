@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import grpc
 import openai
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.system.serve_cluster import ServeCluster
-
-__all__ = ["Ended", "Streams", "summary"]
+from tests.system.serve_cluster import ServeCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,26 +12,12 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import httpx
 import psutil
 
 from tests.orphan_guard import OrphanGuard
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = [
-    "ROOT",
-    "TINY_LLAMA",
-    "Finished",
-    "ServerProcess",
-    "free_port",
-    "ready_line",
-    "run_pagedray",
-    "serve_command",
-]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
@@ -209,12 +195,7 @@ class ServerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process is not None
         assert self._guard is not None
         self._http.close()

@@ -6,18 +6,12 @@ import gzip
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 from tests.quiet_server import QuietServer
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue
-
-__all__ = ["SpanCollector"]
 
 
 class SpanCollector:
@@ -68,12 +62,7 @@ class SpanCollector:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

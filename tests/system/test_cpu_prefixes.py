@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import httpx
 import openai
 import pytest
 
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NUM_TURNS = 3
 OPTIONS = (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +35,6 @@ from tests.system.rank_processes import serving_processes
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from pagedray import LLM, SamplingParams
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.models.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,

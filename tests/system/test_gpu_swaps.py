@@ -7,14 +7,17 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec
 from attention.cpu.torch_sdpa import TorchSDPABackend
+from cluster.scheduling.stats import SchedulerStats
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.node_memory import NodeMemory
@@ -25,16 +28,10 @@ from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, make_host_pool
 from workers.runner.model_runner import ModelRunner
+from workers.runner.pending_tokens import PendingTokens
 from workers.runner.persistent_pool import MappedPool
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from cluster.scheduling.stats import SchedulerStats
-    from workers.runner.pending_tokens import PendingTokens
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -11,9 +11,6 @@ import pytest
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WEIGHTS = "model.safetensors"
 GATED = {"X-Error-Code": "GatedRepo"}

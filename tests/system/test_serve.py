@@ -13,8 +13,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import httpx
@@ -30,9 +31,6 @@ from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStreams
 from tests.system.ray_cluster.ray_listeners import METHODS, answers, listeners
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROMPT = "def read_config(path):\n"
 NUM_STREAMS = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import grpc
 import httpx
@@ -10,13 +10,9 @@ import pytest
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.deploy.kustomize import Manifest
 from tests.deploy.serve_demo import ServeDemo, running_demo
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.deploy.kustomize import Manifest
 
 
 @pytest.fixture(scope="module")

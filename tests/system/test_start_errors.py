@@ -7,9 +7,10 @@ import math
 import shutil
 import socket
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from cluster.cli.commands import main
 from tests.system.server_process import TINY_LLAMA, run_pagedray
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 SCALE = "model.layers.2.mlp.down_proj.weight_scale"
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -14,10 +15,6 @@ import pytest
 from cluster.serving.auth.key_file import digest_of, new_key
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 KEYS = {name: new_key() for name in ("ann", "ben", "root", "late")}
 PROMPT = "def read_config(path):\n    with open(path) as file:\n        return file.read()\n" * 4

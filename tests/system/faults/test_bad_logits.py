@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,9 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.fakes import wait_for
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -12,9 +12,6 @@ from pagedray.errors import EngineError
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import open_group, tokens_of
 from tests.system.rank_processes import serving_processes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

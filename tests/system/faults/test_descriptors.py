@@ -5,8 +5,9 @@ from __future__ import annotations
 import resource
 import socket
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import httpx
@@ -17,10 +18,6 @@ from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import TINY_LLAMA, free_port, serve_command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MAX_DESCRIPTORS = 256
 NUM_IDLE = 1100

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 

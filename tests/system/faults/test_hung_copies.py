@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.fakes import wait_for
 from tests.system.grpc_streams import GrpcStreams
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HANGS = 'pagedray_hangs_total{kind="rank"}'
 REPLACEMENTS = 'pagedray_rank_replacements_total{cause="hang"}'

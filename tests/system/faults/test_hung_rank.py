@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,10 +18,6 @@ from tests.fakes import wait_for
 from tests.system.grpc_streams import GrpcStreams
 from tests.system.ray_cluster.ray_end import check_streams_finish
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NOTICED_S = 20.0
 """It takes 7 s; on a busy machine the watchdog counts only the time that it ran."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from pagedray import LLM
 from tests.fakes import wait_for
 from tests.greedy import LONGEST, Truth, generated, settled_stats, truth_of
 from tests.small_models.checkpoints import CASES
 from tests.system.rank_group import open_group
 from tests.system.rank_processes import rank_processes, serving_processes
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from pagedray import LLM
 
 
 @pytest.fixture

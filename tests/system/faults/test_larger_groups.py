@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import kill_after_steps, open_group, tokens_of
 from tests.system.rank_processes import serving_processes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

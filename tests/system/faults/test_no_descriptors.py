@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,10 +13,6 @@ import pytest
 from tests.fakes import wait_for
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

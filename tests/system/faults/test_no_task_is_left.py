@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import grpc
 import httpx
@@ -22,9 +22,6 @@ from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 NUM_STREAMS = 64
 NUM_TOKENS = 24

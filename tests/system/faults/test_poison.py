@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -11,17 +13,12 @@ import pytest
 from cluster.engine.controller import Controller
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import open_engine
+from pagedray.batch import StepPlan
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import RecordingSink, wait_for
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_processes import rank_processes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from pagedray.batch import StepPlan
 
 UNKNOWN_TOKEN = 10**6
 """The model has no such token, so that its rank dies. The validator would reject it."""

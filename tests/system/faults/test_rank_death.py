@@ -6,24 +6,19 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.engine.ray_ranks import RayRanks
+from pagedray import LLM
 from pagedray.errors import EngineError
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import kill_after_steps, open_group, tokens_of
 from tests.system.rank_processes import rank_processes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import psutil
-
-    from pagedray import LLM
-    from workers.parallel.rendezvous import GroupAddress
+from workers.parallel.rendezvous import GroupAddress
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,9 +11,6 @@ from tests.fakes import wait_for
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from tests.system.rank_group import open_group, tokens_of
 from tests.system.rank_processes import rank_processes, serving_processes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

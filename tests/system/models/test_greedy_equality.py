@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,10 @@ from tests.greedy import (
     local_llm,
     truth_of,
 )
-from tests.small_models.checkpoints import class_name
+from tests.small_models.checkpoints import Case, class_name
 from tests.small_models.family_cases import ALL_CASES, MOE_CASES, SAMPLED_CASES
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.small_models.checkpoints import Case
 
 BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
 """The smaller blocks have more boundaries."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+import torch
 
 from pagedray import LLM, SamplingParams
 from pagedray.weight_format import Int4Format
@@ -21,11 +22,6 @@ from tests.greedy import (
 from tests.small_models.checkpoints import VOCAB_SIZE, greedy_continuations, save_word_tokenizer
 from tests.small_models.int4_tensors import Int4Tensors
 from tests.small_models.quantized_checkpoints import save_fp8_blocks, save_replaced, save_wide
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
 
 AWQ = Int4Format(packing="awq", group_size=32)
 

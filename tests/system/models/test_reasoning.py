@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.structure import Structure
 from tests.small_models.reasoning_model import END_TOKEN_ID, write_reasoning_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REGEX = "[a-f]{2,6}-[0-9]{3}"
 ASK = [{"role": "user", "content": "Some things are"}]

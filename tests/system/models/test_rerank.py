@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -17,10 +19,6 @@ from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 from workers.models.families.registry import read_model_config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 QUERY = "capital of China"
 DOCUMENTS = ["Beijing is it.", "no, yes\n", "Gravity attracts bodies.", " "]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.small_models.scripted_model import write_scripted_model
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _FLAGS = ("--executor=local", "--dtype=float32", "--max-model-len=2048", "--num-blocks=256")
 _TURNS = {

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import re
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import pytest
 
+from cluster.llm.llm import Completion, Generation
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.structure import Structure
 from tests.system.rank_processes import rank_processes
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cluster.llm.llm import Completion, Generation
 
 PROMPT = "Some things are"
 SCHEMA = {

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from cluster.llm.generation import Generation
 from pagedray import AsyncLLM, SamplingParams
 from pagedray.errors import DuplicateIdError, InvalidRequestError
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cluster.llm.generation import Generation
 
 TEXT = "def read_config(path):"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

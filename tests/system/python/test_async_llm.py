@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import pagedray
 from cluster.engine.controller import Controller
+from cluster.llm.generation import BeamSearchOutput, Generation
 from pagedray import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from pagedray.errors import (
     EngineError,
@@ -18,14 +20,9 @@ from pagedray.errors import (
     OverloadedError,
     StartupError,
 )
+from pagedray.request import Request
 from tests.system.held_steps import hold_steps
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cluster.llm.generation import BeamSearchOutput, Generation
-    from pagedray.request import Request
 
 TEXT = "def read_config(path):"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import openai
@@ -15,10 +16,6 @@ from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 PROMPTS = ["class Queue:", "def read_config(path):\n", "The"]
 CASES = {

@@ -7,15 +7,13 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from cluster.cli.commands import main
 from pagedray import LLM, SamplingParams
 from tests.cli.terminal_emulator import Terminal
 from tests.fakes import wait_for
-
-if TYPE_CHECKING:
-    import pytest
 
 TINY_LLAMA = str(Path(__file__).parents[3] / "examples" / "tiny-llama")
 FLAGS = ("--dtype=float32", "--max-tokens=8", "--temperature=0")

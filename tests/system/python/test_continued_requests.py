@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from cluster.llm.llm import LLM
 from cluster.llm.prompts import SaltedPrompt
+from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pagedray.request import Request
 
 SCHEMA = '{"type": "array", "items": {"type": "integer"}, "minItems": 9}'
 CASES: dict[str, dict[str, Any]] = {  # Any: fields of several types

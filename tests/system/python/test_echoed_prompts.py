@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import httpx
 import openai
@@ -11,9 +11,6 @@ import torch
 import transformers
 
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TEXTS = ["def first(items): return items[0]", "class Empty: pass"]
 

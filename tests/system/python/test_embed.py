@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -15,6 +17,7 @@ from torch.nn import functional
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from pagedray import LLM
+from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.rank_processes import rank_processes
@@ -27,12 +30,6 @@ from tests.workers.models.encoder_reference import (
     save_embedding_gemma,
     with_dense,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from pagedray.batch import Pooling
 
 PROMPTS = [text.tolist() for text in TEXTS]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cluster.cli.commands import main
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 COMMAND = ("generate", str(TINY_LLAMA), "class Queue:", "--dtype=float32", "--seed=1", "--json")

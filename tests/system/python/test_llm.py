@@ -5,21 +5,18 @@ from __future__ import annotations
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from cluster.engine.controller import Controller
+from cluster.llm.prompts import SampledPrompt
 from pagedray import LLM, FinishReason, SamplingParams
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
+from pagedray.request import Request
 from tests.system.held_steps import hold_steps
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cluster.llm.prompts import SampledPrompt
-    from pagedray.request import Request
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
 

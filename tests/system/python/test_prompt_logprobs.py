@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import transformers
 
-from pagedray import LLM, SamplingParams
-
-if TYPE_CHECKING:
-    from pagedray import Generation
+from pagedray import LLM, Generation, SamplingParams
 
 TINY_LLAMA = Path("examples/tiny-llama")
 PROMPTS = [[(7 * place + seed) % 500 for place in range(size)] for seed, size in

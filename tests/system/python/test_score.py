@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,10 +17,6 @@ from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 from tests.workers.models.encoder_reference import VOCAB_SIZE, save_bert, save_xlm_roberta
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 QUERY = "w5 w9"
 DOCUMENTS = ["w7", "w30 w31 w99 w4", "w5 w9", "w120"]

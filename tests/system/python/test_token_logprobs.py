@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import openai
@@ -14,9 +15,6 @@ from pagedray import LLM, SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TEXT = "def read_config(path):\n"
 TOKEN_IDS = [3000, 17, 5, 1024]

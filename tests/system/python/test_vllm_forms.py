@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,6 @@ from cluster.llm.options import LLMOptions
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TEXT = "class Queue:"

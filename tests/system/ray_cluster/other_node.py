@@ -15,8 +15,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import ray
@@ -28,9 +29,6 @@ from pagedray.errors import DeviceError
 from pagedray.node_memory import MemoryAddress
 from pagedray.rank_progress import ProgressBoard
 from tests.process_ends import still_running
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class FarBoard(ProgressBoard):

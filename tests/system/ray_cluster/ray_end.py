@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
+import psutil
 
 from tests.fakes import wait_for
 from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import psutil
-
-    from tests.system.server_process import ServerProcess
-
-__all__ = ["FINISHED", "NUM_STREAMS", "assert_ended", "check_streams_finish"]
+from tests.system.server_process import ServerProcess
 
 NUM_STREAMS = 16
 FINISHED = GrpcStream(num_tokens=100, end="FINISH_REASON_LENGTH")

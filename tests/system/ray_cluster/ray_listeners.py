@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import psutil
 
 from tests.fakes import wait_for
-
-if TYPE_CHECKING:
-    from tests.system.server_process import ServerProcess
-
-__all__ = ["METHODS", "answers", "listeners"]
+from tests.system.server_process import ServerProcess
 
 METHODS = {
     "gcs_server": "/ray.rpc.JobInfoGcsService/GetAllJobInfo",

@@ -15,8 +15,6 @@ from tests.fakes import wait_for
 from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import free_port
 
-__all__ = ["DRAIN_S", "RayNodes"]
-
 DRAIN_S = 20.0
 """How long the worker drains."""
 _TIMEOUT_S = 120.0

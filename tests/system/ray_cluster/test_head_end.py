@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cluster.cli.deploy_hold import GcsNodes, wait_for_drains
 from tests.fakes import wait_for
 from tests.system.ray_cluster.ray_nodes import DRAIN_S, RayNodes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 

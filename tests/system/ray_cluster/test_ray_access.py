@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.orphan_guard import guarded_process
 from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DISABLED = {"RAY_AUTH_MODE": "disabled"}
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["LEASE_S", "PROMPT", "logged", "serve_config"]
 
 PROMPT = "def read_config(path):\n"
 LEASE_S = 6.0

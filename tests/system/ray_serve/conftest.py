@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import grpc
 import openai
@@ -13,9 +13,6 @@ from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.ray_serve.application import LEASE_S, serve_config
 from tests.system.serve_cluster import SMALL, ServeCluster
 from tests.system.span_collector import SpanCollector
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="module")

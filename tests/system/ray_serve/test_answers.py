@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,11 +23,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.ray_serve.application import PROMPT, logged
 from tests.system.serve_cluster import SMALL, ServeCluster
-
-if TYPE_CHECKING:
-    import openai
-
-    from tests.system.span_collector import SpanCollector
+from tests.system.span_collector import SpanCollector
 
 pytestmark = pytest.mark.slow
 

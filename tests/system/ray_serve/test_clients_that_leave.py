@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import httpx
@@ -14,14 +14,12 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.serving.server_info import ServerLoads
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.ray_serve.application import LEASE_S, logged
 from tests.system.serve_cancels import CancelFrontend, cancel_many
-
-if TYPE_CHECKING:
-    from cluster.serving.server_info import ServerLoads
-    from tests.system.serve_cluster import ServeCluster
+from tests.system.serve_cluster import ServeCluster
 
 pytestmark = pytest.mark.slow
 

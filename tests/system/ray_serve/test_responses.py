@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import httpx
 import openai
 import pytest
 
+from tests.system.serve_cluster import ServeCluster
 from tests.system.serve_faults import (
     kill_one,
     until_whole,
 )
-
-if TYPE_CHECKING:
-    from tests.system.serve_cluster import ServeCluster
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,10 +16,6 @@ from tests.fakes import wait_for
 from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 DAEMONS = ("gcs_server", "raylet")
 NUM_STREAMS = 8

@@ -7,11 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from tests.system.grpc_streams import GrpcStreams
@@ -22,11 +23,6 @@ from tests.system.ray_cluster.ray_end import (
     check_streams_finish,
 )
 from tests.system.server_process import ROOT, TINY_LLAMA, ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ray._private.node import Node
 
 POLLING = "ray_listen_error_messages"
 """A thread of Ray that polls GCS, and keeps a core and the GIL busy if calls fail at once."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -13,9 +14,6 @@ from tests.fakes import wait_for
 from tests.orphan_guard import guarded_process
 from tests.process_ends import still_running
 from tests.system.server_process import TINY_LLAMA, ready_line, serve_command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def daemons(server: subprocess.Popen[Any], name: str) -> list[psutil.Process]:

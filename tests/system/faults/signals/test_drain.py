@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,10 +15,6 @@ from tests.fakes import wait_for
 from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import ROOT, ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 KEY = "an API key of the test"
 NUM_STREAMS = 32
