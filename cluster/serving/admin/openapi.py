@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.admin.openapi_operations import OPERATIONS, ApiOperation
-from cluster.serving.admin.openapi_responses import RESPONSE_SCHEMAS
+import msgspec
+
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
-from cluster.serving.anthropic.blocks import BLOCKS
-from cluster.serving.anthropic.conversation_body import AnthropicTool, OutputConfig
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody, OutputFormat
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.generation_body import StreamOptions
-from cluster.serving.openai.bodies.messages import (
-    CONTENT_PARTS,
-    CalledFunction,
-    Message,
-    MessageCall,
-)
-from cluster.serving.openai.bodies.sampling_fields import (
-    JsonSchemaFormat,
-    ResponseFormat,
-    StructuredOutputs,
-)
-from cluster.serving.openai.bodies.score_body import DocumentObject, RerankBody, ScoreBody
-from cluster.serving.openai.bodies.tool_fields import (
-    AllowedTools,
-    AllowedToolsChoice,
-    Function,
-    NamedFunction,
-    ToolChoiceObject,
-    ToolObject,
-)
-from cluster.serving.responses.input_body import TextConfig
-from cluster.serving.responses.items import ITEMS, FunctionTool, NamespaceTool
+from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
+from cluster.serving.schema.body import BodyPart
+from cluster.serving.server_info import ServerInfo, ServerLoads
+from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cluster.serving.http.errors import Json
-    from cluster.serving.schema.body import Body, BodyPart
+    from cluster.serving.schema.body import Body
 
 __all__ = ["openapi_document"]
 
@@ -57,31 +41,6 @@ _BODIES: tuple[type[Body], ...] = (
     InputTokensBody,
     ScoreBody,
     TokenizeBody,
-)
-_PARTS: tuple[type[BodyPart], ...] = (
-    *BLOCKS.values(),
-    *ITEMS.values(),
-    FunctionTool,
-    NamespaceTool,
-    TextConfig,
-    AnthropicTool,
-    OutputConfig,
-    OutputFormat,
-    CalledFunction,
-    DocumentObject,
-    Function,
-    JsonSchemaFormat,
-    Message,
-    MessageCall,
-    NamedFunction,
-    ResponseFormat,
-    StreamOptions,
-    StructuredOutputs,
-    *dict.fromkeys(CONTENT_PARTS.values()),
-    AllowedTools,
-    AllowedToolsChoice,
-    ToolChoiceObject,
-    ToolObject,
 )
 # Parts in which a null is an error.
 _WITHOUT_NULLS = frozenset(("CalledFunction", "NamedFunction", "TextPart"))
@@ -102,14 +61,24 @@ _ERROR_TEXTS = {
     503: "The server is not ready or is shutting down.",
     504: "The deadline passed.",
 }
+_BODY_ERRORS = {400, 401, 404, 408, 413, 415, 422, 429, 503, 504}
+_PUBLIC_PATHS = ("/health", "/ping", "/ready")
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
 _NULL: Json = {"type": "null"}
+_OPERATIONS = Path(__file__).with_name("operations.toml")
 
 
 def openapi_document() -> Json:
     """Return the OpenAPI document."""
+    # Any: TOML.
+    operations: list[dict[str, Any]] = tomllib.loads(_OPERATIONS.read_text())["operations"]
     paths: dict[str, dict[str, Json]] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    for operation in operations:
+        for name, place in operation["paths"].items():
+            method, _, path = place.partition(" ")
+            described = {"operationId": name, **_operation(operation, method, path)}
+            paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -129,75 +98,77 @@ def openapi_document() -> Json:
     }
 
 
-def _operation(operation: ApiOperation) -> Json:
-    written: Json = {
-        "operationId": operation.id,
-        "summary": operation.summary,
-        "tags": [operation.tag],
-        "responses": _responses(operation),
+# Any: TOML.
+def _operation(operation: dict[str, Any], method: str, path: str) -> Json:
+    described: Json = {
+        "summary": operation["summary"],
+        "tags": [operation.get("tag", "Server")],
+        "responses": _responses(operation, method, path),
     }
-    if operation.body is not None:
-        schema = _reference(operation.body)
-        written["requestBody"] = {
+    if body := operation.get("body"):
+        described["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schema}},
+            "content": {_JSON: {"schema": _reference(body)}},
         }
-    if parameters := _parameters(operation):
-        written["parameters"] = parameters
-    if operation.is_public:
-        written["security"] = []
-    return written
+    parameters: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    for name, parameter in operation.get("parameters", {}).items():
+        kind = parameter["type"]
+        schema = {"type": kind, "minimum": 0} if kind == "integer" else {"type": kind}
+        rest = {key: value for key, value in parameter.items() if key != "type"}
+        parameters.append({"name": name, **rest, "schema": schema})
+    if parameters:
+        described["parameters"] = parameters
+    if path in _PUBLIC_PATHS:
+        described["security"] = []
+    return described
 
 
-def _responses(operation: ApiOperation) -> Json:
-    content: Json = {
-        media_type: {"schema": _reference(name) if name else {"type": "string"}}
-        for media_type, name in operation.contents
-    }
-    responses: Json = {"200": {"description": operation.response_text, "content": content}}
+# Any: TOML.
+def _responses(operation: dict[str, Any], method: str, path: str) -> Json:
+    """Return the responses by status; the default errors depend on the kind of the operation."""
+    media_type = operation.get("media_type", _JSON)
+    content: Json = {} if media_type == _JSON else {media_type: {"schema": {"type": "string"}}}
+    if media_type == _JSON or "body" in operation:
+        content[_JSON] = {"schema": _reference(operation.get("schema", "Anything"))}
+    responses: Json = {"200": {"description": operation["response"], "content": content}}
     # These answer pages of other sites, whatever they request.
-    for status in sorted({*operation.errors, 403, 421}):
-        error = _reference(operation.error_schema)
+    errors = {403, 421, 500, *operation.get("errors", ())}
+    if path in _PUBLIC_PATHS:
+        errors.add(503)
+    elif "body" in operation:
+        errors |= _BODY_ERRORS
+        errors |= {409, 501} if media_type == _EVENTS else set()
+    else:
+        errors |= {401, 404} if "{" in path and method != "DELETE" else {401}
+    error = _reference("AnthropicError" if operation.get("tag") == "Anthropic" else "Error")
+    for status in sorted(errors):
         responses[str(status)] = {
             "description": _ERROR_TEXTS[status],
-            "content": {"application/json": {"schema": error}},
+            "content": {_JSON: {"schema": error}},
         }
-    if operation.empty_text is not None:
-        responses["204"] = {"description": operation.empty_text}
+    if "Last-Event-ID" in operation.get("parameters", {}):
+        responses["204"] = {"description": "No further event follows."}
     return responses
-
-
-def _parameters(operation: ApiOperation) -> list[Json]:
-    parameters: list[Json] = []
-    if operation.parameter is not None:
-        parameters.append(
-            {
-                "name": operation.parameter,
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string", "minLength": 1},
-            }
-        )
-    for one in operation.others:
-        bounds = {"minimum": 0} if one.kind == "integer" else {}
-        parameters.append(
-            {
-                "name": one.name,
-                "in": one.place,
-                "description": one.text,
-                "schema": {"type": one.kind, **bounds},
-            }
-        )
-    return parameters
 
 
 def _schemas() -> Json:
     schemas: Json = {}
-    for kind in (*_PARTS, *_BODIES):
-        written = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        found = {**written.pop("$defs", {}), kind.__name__: written}
-        for name, schema in found.items():
-            schemas[name] = _cleaned(schema, has_nulls=name not in _WITHOUT_NULLS)
+    kinds = {kind.__name__: kind for kind in _kinds_below(BodyPart)}
+    waiting = [body.__name__ for body in _BODIES]
+    while waiting:
+        name = waiting.pop()
+        if name in schemas or name not in kinds:
+            continue
+        written = kinds[name].model_json_schema(ref_template="#/components/schemas/{model}")
+        found = {**written.pop("$defs", {}), name: written}
+        for part, schema in found.items():
+            schemas[part] = _cleaned(schema, has_nulls=part not in _WITHOUT_NULLS)
+        waiting += re.findall(
+            r"'#/components/schemas/(\w+)'", str([schemas[part] for part in found])
+        )
     for body in _BODIES:
         schema = schemas[body.__name__]
         assert isinstance(schema, dict)
@@ -208,7 +179,13 @@ def _schemas() -> Json:
             }
         for name, reason in body.ignored.items():
             schema["properties"][name] = {"description": f"Ignored: {reason}."}
-    return {**dict(sorted(schemas.items())), **RESPONSE_SCHEMAS}
+    return {**dict(sorted(schemas.items())), **_RESPONSE_SCHEMAS}
+
+
+def _kinds_below(kind: type[BodyPart]) -> Iterator[type[BodyPart]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _kinds_below(below)
 
 
 def _cleaned(schema: Json, *, has_nulls: bool) -> Json:
@@ -252,3 +229,167 @@ def _property(schema: Json, *, is_nullable: bool) -> Json:
 
 def _reference(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+_STRING: Json = {"type": "string"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+
+
+def _object(**properties: Json) -> Json:
+    return _open_object((), **properties)
+
+
+def _open_object(optional: tuple[str, ...], **properties: Json) -> Json:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _nullable(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _const(value: str) -> Json:
+    return {"const": value}
+
+
+_FINISH = _nullable({"enum": ["stop", "length", "tool_calls", "function_call", "abort"]})
+_STOP = _nullable({"type": ["string", "integer"]})
+_ANY_OBJECT: Json = {"type": "object"}
+
+_, _RECORDS = msgspec.json.schema_components(
+    (ServerInfo, ServerLoads, LoadHistory), ref_template="#/components/schemas/{name}"
+)
+
+_RESPONSE_SCHEMAS: Json = {
+    "Anything": _ANY_OBJECT,
+    "ChatChoice": _object(
+        index=_COUNT,
+        message=_open_object(
+            ("tool_calls", "function_call"),
+            role=_const("assistant"),
+            content=_nullable(_STRING),
+            refusal=_nullable(_STRING),
+            tool_calls=_list(_reference("ToolCall")),
+            function_call=_reference("CalledFunction"),
+        ),
+        logprobs=_nullable(_ANY_OBJECT),
+        finish_reason=_FINISH,
+        stop_reason=_STOP,
+    ),
+    "ChatCompletion": _object(
+        id=_STRING,
+        object=_const("chat.completion"),
+        created=_COUNT,
+        model=_STRING,
+        choices=_list(_reference("ChatChoice")),
+        usage=_reference("Usage"),
+    ),
+    "Completion": _object(
+        id=_STRING,
+        object=_const("text_completion"),
+        created=_COUNT,
+        model=_STRING,
+        choices=_list(_reference("CompletionChoice")),
+        usage=_reference("Usage"),
+    ),
+    "CompletionChoice": _object(
+        index=_COUNT,
+        text=_STRING,
+        logprobs=_nullable(_ANY_OBJECT),
+        finish_reason=_FINISH,
+        stop_reason=_STOP,
+    ),
+    "DeletedStream": _object(id=_STRING, object=_const("stream"), deleted={"const": True}),
+    "DetokenizedText": _object(prompt=_STRING),
+    "Embedding": _object(
+        object=_const("embedding"),
+        index=_COUNT,
+        embedding={"anyOf": [_list({"type": "number"}), _STRING]},
+    ),
+    "EmbeddingList": _object(
+        object=_const("list"),
+        data=_list(_reference("Embedding")),
+        model=_STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "Pooling": _object(
+        object=_const("pooling"),
+        index=_COUNT,
+        data={"anyOf": [_list({"type": "number"}), _STRING]},
+    ),
+    "PoolingList": _object(
+        object=_const("list"),
+        data=_list(_reference("Pooling")),
+        model=_STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "AnthropicError": _object(
+        type=_const("error"),
+        error=_object(type=_STRING, message=_STRING),
+        request_id=_nullable(_STRING),
+    ),
+    "Error": _object(
+        error=_object(
+            message=_STRING,
+            type=_STRING,
+            param=_nullable(_STRING),
+            code=_nullable(_STRING),
+        )
+    ),
+    "Model": _object(
+        id=_STRING,
+        object=_const("model"),
+        created=_COUNT,
+        owned_by=_STRING,
+        max_model_len=_COUNT,
+    ),
+    "ModelList": _object(object=_const("list"), data=_list(_reference("Model"))),
+    "RankedDocument": _open_object(
+        ("document",),
+        index=_COUNT,
+        relevance_score={"type": "number"},
+        document=_object(text=_STRING),
+    ),
+    "Ranking": _object(
+        id=_STRING,
+        model=_STRING,
+        usage=_object(total_tokens=_COUNT),
+        results=_list(_reference("RankedDocument")),
+    ),
+    "Score": _object(object=_const("score"), index=_COUNT, score={"type": "number"}),
+    "ScoreList": _object(
+        id=_STRING,
+        object=_const("list"),
+        created=_COUNT,
+        model=_STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        data=_list(_reference("Score")),
+    ),
+    "Status": _object(status=_const("ok")),
+    "Tokens": _object(
+        count=_COUNT,
+        max_model_len=_COUNT,
+        tokens=_list(_COUNT),
+        token_strs={
+            "type": ["array", "null"],
+            "items": {"type": ["string", "null"]},
+            "description": "Null without `return_token_strs`.",
+        },
+    ),
+    "ToolCall": _object(
+        id=_STRING,
+        type=_const("function"),
+        function=_object(name=_STRING, arguments=_STRING),
+    ),
+    "Usage": _object(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details=_object(cached_tokens=_COUNT),
+    ),
+    **_RECORDS,
+}
