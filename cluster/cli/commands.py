@@ -109,9 +109,9 @@ def _serve(parsed: argparse.Namespace) -> int:
         set_ports(parsed)
         with exiting_at_interrupt():
             from cluster.cli.server import Server
-            from cluster.serving.auth.authenticator import Authenticator
-            from cluster.serving.connections.tls import certificate_store
+            from cluster.serving.auth import Authenticator
             from cluster.serving.telemetry.tracing import otlp_tracer
+            from cluster.serving.tls import certificate_store
 
         # Before anything is started that inherits it.
         raise_descriptor_limit()
@@ -132,7 +132,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 def set_ports(parsed: argparse.Namespace) -> None:
     """Choose the port of gRPC if it is not given. Raises DeviceError for a port in use."""
-    from cluster.serving.connections.listener import check_ports, free_port
+    from cluster.serving.listener import check_ports, free_port
 
     if parsed.grpc_port is None:
         parsed.grpc_port = DEFAULT_GRPC_PORT
@@ -145,12 +145,11 @@ def set_ports(parsed: argparse.Namespace) -> None:
 
 
 def _frontend_options(parsed: argparse.Namespace) -> FrontendOptions:
+    from cluster.serving.buffers import BufferLimits, ReaderLimits
     from cluster.serving.call_options import CallOptions
     from cluster.serving.frontend_options import FrontendOptions
-    from cluster.serving.http.allowed_origins import AllowedOrigins
-    from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.memory.reader_limits import ReaderLimits
-    from cluster.serving.memory.tenant_bytes import BufferLimits
+    from cluster.serving.http.allowed_hosts import AllowedOrigins
+    from cluster.serving.intake import IntakeLimits
     from cluster.serving.responses.stored_responses import StoreLimits
 
     def buffer(mib: int) -> BufferLimits:
@@ -243,7 +242,7 @@ def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
 
 
 def _new_key(parsed: argparse.Namespace) -> int:
-    from cluster.serving.auth.key_file import check_tenant_name, digest_of, new_key
+    from cluster.serving.auth import check_tenant_name, digest_of, new_key
 
     check_tenant_name(parsed.tenant)
     key = new_key()

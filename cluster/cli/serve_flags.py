@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.flag import count, group_of, names, seconds
-from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.buffers import BufferLimits
+from cluster.serving.intake import IntakeLimits
 from cluster.serving.reasoning import REASONING_FORMATS
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 

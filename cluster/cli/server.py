@@ -17,9 +17,9 @@ from cluster.cli.process import discard_output
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import progress_reports
-from cluster.serving.connections.listener import url_host
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
+from cluster.serving.listener import url_host
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import StartupError
 from pagedray.text import pluralize
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from cluster.engine.embedder import Embedder
     from cluster.engine.stats import EngineStats
     from cluster.engine.step_loop import StepLoop
-    from cluster.serving.auth.authenticator import Authenticator
-    from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.auth import Authenticator
     from cluster.serving.frontend_options import FrontendOptions
     from cluster.serving.telemetry.tracing import Tracer
+    from cluster.serving.tls import CertificateStore
     from pagedray.config import EngineConfig
 
 __all__ = ["Server", "address_lines", "ready_lines"]

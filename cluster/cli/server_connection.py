@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cluster.cli.client_flags import with_key_hint
-from cluster.serving.connections.listener import url_host
+from cluster.serving.listener import url_host
 from pagedray.errors import EngineError, InvalidRequestError, StartupError
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from cluster.llm.options import LLMOptions
     from cluster.llm.prompts import Conversation, GivenPrompt, SaltedPrompt
     from cluster.scheduling.event import TokenEvent
-    from cluster.serving.engine_stream import EngineStream
+    from cluster.serving.engine_client import EngineStream
     from pagedray.batch import TokenLogprobs
     from pagedray.request import Request
     from pagedray.sampling_params import SamplingParams as RequestParams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.buffers import ReaderLimits
+from cluster.serving.intake import IntakeLimits
 from cluster.serving.reasoning import ReasoningFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 

@@ -6,28 +6,37 @@ many requests it covers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from cluster.engine.embedder import Embedder
-from cluster.serving.engine_stream import EngineStream
+from cluster.scheduling.event import TokenEvent
 from cluster.serving.engines import EmbeddingEngine, Engine, GenerationEngine
-from pagedray.errors import EngineError, InternalError
+from pagedray.errors import EngineError, InternalError, StalledReaderError
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Sequence
+    from types import TracebackType
 
     from cluster.engine.controller import Controller
-    from cluster.scheduling.event import TokenEvent
-    from cluster.serving.memory.output_buffer import OutputBuffer
+    from cluster.serving.buffers import OutputBuffer
+    from pagedray.errors import PagedRayError
     from pagedray.request import Request
 
-__all__ = ["EngineClient"]
+__all__ = ["EngineClient", "EngineStream"]
 
 logger = logging.getLogger(__name__)
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+_FEW_EVENTS = 64
+_FEW_STEPS = 4
+# The memory of an unread event, as measured with tracemalloc.
+_EVENT_BYTES = 256
+_LOGPROBS_BYTES = 256
+_LOGPROB_BYTES = 80
 
 
 class EngineClient:
@@ -152,3 +161,142 @@ def _loaded(engine: AnyEngine | None) -> AnyEngine:
     if engine is None:
         raise EngineError("The model is not loaded yet.")
     return engine
+
+
+class EngineStream:
+    """The events of a call's requests, in the order they were published.
+
+    Each item is the list of all events since the last item. Closing the stream early aborts its
+    unfinished requests.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        requests: Sequence[Request],
+        *,
+        forget: Callable[[str], None],
+        buffer: OutputBuffer | None = None,
+    ) -> None:
+        """`forget` is called with each request of which no more events are wanted."""
+        self._forget = forget
+        self._engine = engine
+        self._unfinished = {request.id: set(request.open_indices) for request in requests}
+        self._pending: list[TokenEvent] = []
+        # Looked up once: getting the running loop is a system call in some versions of Python.
+        self._new_waiter = asyncio.get_running_loop().create_future
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: PagedRayError | None = None
+        self._buffer = buffer
+        num_sequences = sum(map(len, self._unfinished.values()))
+        self._num_uncounted = _FEW_EVENTS + _FEW_STEPS * num_sequences
+        """Events that may be unread without being counted: a busy event loop is late, too."""
+        self._num_counted = 0
+        """Bytes of the pending events that are counted in the buffer."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._waiter = self._new_waiter()
+            await self._waiter
+        events, self._pending = self._pending, []
+        if self._num_counted:
+            self._uncount()
+        return events
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """End a sequence and drop its further events."""
+        if self._end(request_id, index):
+            self._engine.finish_sequence(request_id, index)
+            self._wake()
+
+    def abort(self) -> None:
+        """End every unfinished sequence; the stream ends with an event for each."""
+        ended = [
+            TokenEvent(request_id, index, finish_reason=FinishReason.ABORT)
+            for request_id, indices in self._unfinished.items()
+            for index in sorted(indices)
+        ]
+        self.close()
+        self._pending += ended
+        self._wake()
+
+    def close(self) -> None:
+        """Abort the unfinished requests immediately."""
+        self._uncount()
+        self._wake()
+        unfinished, self._unfinished = self._unfinished, {}
+        for request_id in unfinished:
+            self._forget(request_id)
+        for request_id in unfinished:
+            self._engine.abort_request(request_id)
+
+    def put_event(self, event: TokenEvent) -> None:
+        """Append an event of the engine."""
+        if event.index not in self._unfinished.get(event.request_id, ()):
+            return
+        if event.finish_reason is not None:
+            self._end(event.request_id, event.index)
+        self._pending.append(event)
+        if len(self._pending) > self._num_uncounted and self._buffer is not None:
+            # The reader is behind.
+            self._count(event, self._buffer)
+        self._wake()
+
+    def fail(self, error: PagedRayError) -> None:
+        """End with `error` once the pending events are read."""
+        for request_id in self._unfinished:
+            self._forget(request_id)
+        self._unfinished = {}
+        self._error = error
+        self._wake()
+
+    def _end(self, request_id: str, index: int) -> bool:
+        indices = self._unfinished.get(request_id, set())
+        if index not in indices:
+            return False
+        indices.discard(index)
+        if not indices:
+            del self._unfinished[request_id]
+            self._forget(request_id)
+        return True
+
+    def _count(self, event: TokenEvent, buffer: OutputBuffer) -> None:
+        """Count an unread event; beyond the limits, drop all of them and fail."""
+        num_bytes = _EVENT_BYTES
+        for one in event.logprobs:
+            num_bytes += _LOGPROBS_BYTES + _LOGPROB_BYTES * len(one.token_ids)
+        try:
+            buffer.add(num_bytes)
+        except StalledReaderError as error:
+            self.close()
+            self._pending.clear()
+            self.fail(error)
+            return
+        self._num_counted += num_bytes
+
+    def _uncount(self) -> None:
+        if self._buffer is not None and self._num_counted:
+            self._buffer.remove(self._num_counted)
+            self._num_counted = 0
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -6,23 +6,23 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from cluster.serving.connections.connection_limits import connection_limits
 from cluster.serving.http.allowed_hosts import AllowedHosts
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
+from cluster.serving.listener import connection_limits
 from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 
 if TYPE_CHECKING:
-    from cluster.serving.auth.authenticator import Authenticator
-    from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.auth import Authenticator
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.frontend_options import FrontendOptions
     from cluster.serving.http.app import HttpApp
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.tls import CertificateStore
     from pagedray.config import EngineConfig
 
 __all__ = ["Frontends"]

@@ -9,19 +9,16 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.call_admission import CallAdmission
+from cluster.serving.auth import Authenticator
+from cluster.serving.buffers import MemoryTrimmer, OutputBuffers
 from cluster.serving.call_options import CallOptions
 from cluster.serving.calls.embedding_call import EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
-from cluster.serving.generation_calls import GenerationCalls
+from cluster.serving.generation_calls import CallAdmission, GenerationCalls, PoolingCalls
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH
-from cluster.serving.intake.intake import Intake
-from cluster.serving.memory.memory_trimmer import MemoryTrimmer
-from cluster.serving.memory.output_buffer import OutputBuffers
-from cluster.serving.pooling_calls import PoolingCalls
-from cluster.serving.resume.registry import ResumableStreams
+from cluster.serving.intake import Intake
+from cluster.serving.resume import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import RejectedCalls, log_call
 from cluster.serving.telemetry.call_watch import CallObserver
@@ -39,7 +36,7 @@ from pagedray.errors import EngineError, OverloadedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.auth import Tenant
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import (
         Arrival,

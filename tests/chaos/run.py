@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import digest_of, new_key
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.chaos.clients import (
     Clients,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.cli.commands import main
-from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth import Authenticator
 
 if TYPE_CHECKING:
     from pathlib import Path

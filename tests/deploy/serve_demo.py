@@ -9,7 +9,7 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import digest_of, new_key
 from tests.deploy.kustomize import overlay
 from tests.system.server_process import TINY_LLAMA, free_port
 

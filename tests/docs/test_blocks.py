@@ -27,7 +27,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli.config_file import apply_config
 from cluster.cli.parser import command_parser, make_parser
-from cluster.serving.auth.key_file import KeyFile
+from cluster.serving.auth import KeyFile
 from cluster.serving.ray_serve.options import read_arguments
 from cluster.serving.ray_serve.replica_engine import TokensPolicy
 from tests.deploy.kustomize import render

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cluster.serving.connections.connection_limits import MAX_TOTAL
+from cluster.serving.listener import MAX_TOTAL
 from cluster.serving.rpc.server import MIN_STREAMS
 from tests.system.server_process import ROOT
 

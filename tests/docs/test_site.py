@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.engine.engine_options import EngineOptions, engine_config
-from cluster.serving.intake.limits import IntakeLimits, request_size
-from cluster.serving.rpc.message_limit import max_received_bytes
+from cluster.serving.intake import IntakeLimits, request_size
+from cluster.serving.rpc.requests import max_received_bytes
 from pagedray.errors import PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from scripts.site_pages import site_pages

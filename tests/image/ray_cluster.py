@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import httpx
 import yaml
 
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import digest_of, new_key
 from tests.deploy.helm.chart import render_chart
 from tests.deploy.kustomize import overlay
 from tests.image.built_image import BuiltImage

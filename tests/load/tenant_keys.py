@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import digest_of, new_key
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from google.rpc.status_pb2 import Status
 
-    from cluster.serving.auth.authenticator import Authenticator
-    from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.auth import Authenticator
     from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.tls import CertificateStore
 
 __all__ = ["GrpcFrontend", "grpc_frontend", "status_of_call"]
 

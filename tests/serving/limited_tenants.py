@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.key_file import digest_of
+from cluster.serving.auth import Authenticator, digest_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.scheduling.event import TokenEvent
+from cluster.serving.buffers import BufferLimits, OutputBuffers
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.memory.output_buffer import OutputBuffers
-from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, OverloadedError, WorkerError
 from pagedray.request import FinishReason, Request

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.auth import Authenticator
     from cluster.serving.calls.generation_call import GenerationCall
     from cluster.serving.text.tokenizer import Tokenizer
 

@@ -16,16 +16,15 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.auth import ANONYMOUS
+from cluster.serving.buffers import BufferLimits, ReaderLimits
 from cluster.serving.call_options import CallOptions
-from cluster.serving.connections.tls import certificate_store
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.app import HttpApp
 from cluster.serving.http.endpoint import Access, Endpoint
 from cluster.serving.http.server import HttpServer
-from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.servicer import Servicer
+from cluster.serving.tls import certificate_store
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.tls import CertificateStore
 
 MANY_TOKENS = 900_000
 SEQUENCES = 64

@@ -23,7 +23,7 @@ from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
-from cluster.serving.engine_stream import EngineStream
+from cluster.serving.engine_client import EngineStream
 from pagedray.channel import StepChannel
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tests.simulation.world import World
 
 if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
-    from cluster.serving.engine_stream import EngineStream
+    from cluster.serving.engine_client import EngineStream
     from tests.simulation.scenario import ClientPlan, Scenario
 
 __all__ = ["Outcome", "failure_of", "run_scenario"]

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import digest_of, new_key
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.server_process import ServerProcess
 

@@ -22,7 +22,7 @@ from cluster.cli.bench.datasets import (
 from cluster.cli.bench.summary import latency_table, summarize, total_table
 from cluster.cli.client_flags import read_key
 from cluster.cli.flag import noted_flags
-from cluster.serving.connections.listener import url_host
+from cluster.serving.listener import url_host
 from pagedray.errors import StartupError
 from workers.hub.locate import locate_model
 

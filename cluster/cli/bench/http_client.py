@@ -11,7 +11,7 @@ import msgspec
 
 from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
 from cluster.cli.client_flags import with_key_hint
-from cluster.serving.connections.listener import url_host
+from cluster.serving.listener import url_host
 from pagedray.errors import PagedRayError, StartupError
 
 if TYPE_CHECKING:

@@ -29,12 +29,11 @@ from pagedray.sampling_params import MAX_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
+    from cluster.serving.buffers import OutputBuffer
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.continuation import Continuation, Encoded
-    from cluster.serving.engine_client import EngineClient
-    from cluster.serving.engine_stream import EngineStream
+    from cluster.serving.engine_client import EngineClient, EngineStream
     from cluster.serving.inputs import GenerationInput
-    from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.text.token_bytes import TokenBytes
 

@@ -16,7 +16,7 @@ from pagedray.text import pluralize
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.auth import Tenant
     from pagedray.errors import PagedRayError
 
 __all__ = ["OpenCall", "OpenCalls"]

@@ -13,19 +13,26 @@ import re
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
-from cluster.serving.http.allowed_origins import AllowedOrigins
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from starlette.datastructures import Headers
 
-__all__ = ["AllowedHosts"]
+__all__ = ["AllowedHosts", "AllowedOrigins"]
 
 _ANY = "*"
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/]+)(?::[0-9]*)?")
 _MAX_SHOWN = 80
+
+_ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^][:@/\s*]+)(:[0-9]{1,5})?")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9, -]{0,2048}")
+_MAX_AGE_S = 600
+_EXPOSED = "x-request-id, retry-after"
 
 
 class AllowedHosts:
@@ -107,3 +114,50 @@ def _is_address(host: str) -> bool:
 def _shown(text: str) -> str:
     """Return a client's text for a message."""
     return ascii(text[:_MAX_SHOWN])
+
+
+class AllowedOrigins:
+    """Decides which origins may use the server, and writes the headers that tell a browser."""
+
+    def __init__(self, origins: Iterable[str] = ()) -> None:
+        """Each is `SCHEME://HOST[:PORT]`; `*` is all. Raises StartupError for another text."""
+        self._origins = frozenset(origin.lower().removesuffix("/") for origin in origins)
+        for origin in self._origins - {_ANY_ORIGIN}:
+            if _ORIGIN.fullmatch(origin) is None:
+                raise StartupError(
+                    f"--allowed-origins must be * or origins such as https://example.com:8080, "
+                    f"not {origin!r:.80}."
+                )
+
+    def allows(self, origin: str | None) -> bool:
+        """Return whether pages of an origin may use the server; False for None."""
+        if origin is None or not self._origins:
+            return False
+        return _ANY_ORIGIN in self._origins or origin.lower() in self._origins
+
+    def preflight(self, headers: Headers, methods: Iterable[str]) -> Response | None:
+        """Return the response to a browser that asks for one of these methods.
+
+        None if it does not ask, or not for a page that may use the server.
+        """
+        if "access-control-request-method" not in headers:
+            return None
+        if not self.allows(headers.get("origin")):
+            return None
+        names = headers.get("access-control-request-headers", "")
+        answer = {
+            "access-control-allow-methods": ", ".join(sorted(methods)),
+            "access-control-allow-headers": names if _HEADER_NAMES.fullmatch(names) else "",
+            "access-control-max-age": str(_MAX_AGE_S),
+        }
+        if headers.get("access-control-request-private-network") == "true":
+            answer["access-control-allow-private-network"] = "true"
+        return Response(status_code=204, headers=answer)
+
+    def headers_for(self, origin: str) -> Mapping[str, str]:
+        """Return the headers of a response to a page of an allowed origin."""
+        return {
+            "access-control-allow-origin": _ANY_ORIGIN if _ANY_ORIGIN in self._origins else origin,
+            "access-control-expose-headers": _EXPOSED,
+            "vary": "origin",
+        }

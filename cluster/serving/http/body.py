@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.requests import Request
 
-    from cluster.serving.intake.reception import IncomingMessage
+    from cluster.serving.intake import IncomingMessage
 
 __all__ = ["JSON_TYPE", "declared_length", "read_raw"]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from cluster.serving.auth.tenant import Tenant
+from cluster.serving.auth import Tenant
 from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import read_raw
 from cluster.serving.inputs import CallOrigin
-from cluster.serving.intake.intake import Intake
+from cluster.serving.intake import Intake
 from cluster.serving.schema.body import Body
 from cluster.serving.schema.body_reader import read_body
 from cluster.serving.telemetry.log_lines import IgnoredParameters

@@ -24,7 +24,7 @@ from cluster.serving.openai.chat_format import ChatFormat, CompletionFormat
 from cluster.serving.openai.event_stream import EventStream, answer_call, unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import DONE_EVENT, ResponseOptions, error_event
-from cluster.serving.resume.registry import StreamFormat
+from cluster.serving.resume import StreamFormat
 from cluster.serving.schema.field_errors import renamed
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError, PagedRayError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.openai.bodies.generation_body import GenerationBody
     from cluster.serving.openai.chat_format import ChoiceFormat
-    from cluster.serving.resume.stream import StreamReader
+    from cluster.serving.resume import StreamReader
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
     from cluster.serving.tools.tool_choice import ToolUse
 

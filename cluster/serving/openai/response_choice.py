@@ -22,8 +22,8 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from cluster.serving.buffers import OutputBuffer
     from cluster.serving.http.errors import Json
-    from cluster.serving.memory.output_buffer import OutputBuffer
     from pagedray.batch import PromptLogprobs, PromptToken
     from pagedray.errors import PagedRayError
 

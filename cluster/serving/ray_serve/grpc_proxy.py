@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.intake.limits import LARGEST, MAX_REQUEST_BYTES
+from cluster.serving.intake import LARGEST, MAX_REQUEST_BYTES
 from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY, ProxiedMessage
 from cluster.serving.ray_serve.placement import (
     MAX_KEY_MESSAGES,
@@ -28,10 +28,8 @@ from cluster.serving.ray_serve.placement import (
 )
 from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
-from cluster.serving.rpc.call import AUTHORIZATION
-from cluster.serving.rpc.context import Context, abort_call
-from cluster.serving.rpc.field_count import check_fields
-from cluster.serving.rpc.message_limit import check_message_size
+from cluster.serving.rpc.call import AUTHORIZATION, Context, abort_call
+from cluster.serving.rpc.requests import check_fields, check_message_size
 from cluster.serving.rpc.status import DETAILS_KEY
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_N

@@ -30,7 +30,7 @@ from pagedray.text import nearest_name
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.auth import Tenant
     from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
     from cluster.serving.ray_serve.options import MessagePace

@@ -21,7 +21,7 @@ from cluster.serving.anthropic.endpoints import anthropic_error
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
 from cluster.serving.http.body import declared_length
 from cluster.serving.http.errors import rejection_body
-from cluster.serving.intake.limits import MAX_REQUEST_BYTES
+from cluster.serving.intake import MAX_REQUEST_BYTES
 from cluster.serving.openai.response_choice import DONE_EVENT, error_event
 from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.placement import Owners, RoutingKey, prefix_key, replica_key

@@ -21,8 +21,7 @@ from cluster.engine.engine_options import engine_config
 from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.watchdog import ProgressClock
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.auth import ANONYMOUS, Authenticator
 from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.model_name import with_served_names

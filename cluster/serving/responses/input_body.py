@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.parameters import template_variables_field
 from cluster.serving.openai.bodies.sampling_fields import RequestedStructure

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from pydantic import Field
 
-from cluster.serving.json_bodies.call_arguments import read_arguments
-from cluster.serving.json_bodies.json_body import check_counts
+from cluster.serving.json_body import check_counts, read_arguments
 from cluster.serving.openai.bodies.messages import RefusalPart, TextPart
 from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from cluster.serving.memory.tenant_bytes import BufferLimits, TenantBytes
+from cluster.serving.buffers import BufferLimits, TenantBytes
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.text.templates.chat_prompt import ChatMessage
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from cluster.serving.intake.limits import check_num_messages
-from cluster.serving.json_bodies.call_arguments import read_arguments
-from cluster.serving.json_bodies.json_body import check_counts, read_json
+from cluster.serving.intake import check_num_messages
+from cluster.serving.json_body import check_counts, read_arguments, read_json
 from cluster.serving.rpc.requests import generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
@@ -25,10 +24,10 @@ from pagedray.v1 import pagedray_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.auth import Tenant
     from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
-    from cluster.serving.intake.limits import RequestSize
+    from cluster.serving.intake import RequestSize
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.serving.inputs import Arrival
-from cluster.serving.rpc.call import AUTHORIZATION, RpcCall
-from cluster.serving.rpc.context import Context, abort_call, metadata_of
+from cluster.serving.rpc.call import AUTHORIZATION, Context, RpcCall, abort_call, metadata_of
 from cluster.serving.rpc.health import HEALTH
 from cluster.serving.rpc.service import COUNTED, OPERATIONS, SERVICE
 from cluster.serving.rpc.status import field_of
@@ -17,7 +16,7 @@ from pagedray.errors import OverloadedError, PagedRayError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.auth import Tenant
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.inputs import Frontend
     from cluster.serving.servicer import Servicer

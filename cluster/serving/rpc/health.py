@@ -18,7 +18,7 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from cluster.serving.rpc.context import Context
+    from cluster.serving.rpc.call import Context
 
 __all__ = ["HEALTH", "UNKNOWN_SERVICE", "Health", "service_of"]
 

@@ -9,38 +9,54 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.rpc.call import AUTHORIZATION
-from cluster.serving.rpc.context import Context, abort_call, drop_frames, metadata_of
-from cluster.serving.rpc.entry import log_rejection
-from cluster.serving.rpc.message_reader import MessageReader
+from cluster.serving.auth import ANONYMOUS
+from cluster.serving.rpc.call import (
+    AUTHORIZATION,
+    Context,
+    RpcCall,
+    abort_call,
+    drop_frames,
+    metadata_of,
+)
+from cluster.serving.rpc.entry import enter_call, log_rejection
+from cluster.serving.rpc.requests import max_received_bytes, parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
-from cluster.serving.rpc.stalled_writes import StalledWrites
-from pagedray.errors import AuthenticationError, StalledReaderError
+from pagedray.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    OverloadedError,
+    StalledReaderError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 
-    from google.protobuf.message import Message
-
-    from cluster.serving.rpc.call import RpcCall
+    from cluster.serving.intake import IncomingMessage
     from cluster.serving.servicer import Servicer
 
     _Answer = Callable[[Context], Coroutine[None, None, None]]
 
-__all__ = ["method_handlers", "python_name"]
+__all__ = ["StalledWrites", "method_handlers", "python_name"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_WRITTEN_BYTES = 2**16
 """Bytes of messages of a call that gRPC takes before it makes the next write wait."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
+_WINDOW_BYTES = 2**16
+"""Bytes of a message that HTTP/2's flow control lets a client send before it is read."""
+_MAX_UNCOUNTED = 256
+"""Messages that may wait although their received bytes exceed the limit."""
+Incoming = TypeVar("Incoming", bound=Message)
+
+_LOOKS_PER_TIMEOUT = 10
 
 
 def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
@@ -165,3 +181,130 @@ def _is_large(message: Message | bytes) -> bool:
 def _serialize(message: Message | bytes) -> bytes:
     # A resumable stream keeps encoded messages.
     return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+class MessageReader(Generic[Incoming]):
+    """Reads the one message of each call of a method."""
+
+    def __init__(self, servicer: Servicer, method: str, kind: type[Incoming]) -> None:
+        self._servicer = servicer
+        self._method = method
+        self._kind = kind
+        self._intake = servicer.intake
+        self._most_bytes = max_received_bytes(servicer.intake.size.num_bytes)
+
+    async def read_message(self, context: Context) -> tuple[Incoming, RpcCall]:
+        """Return the message of a call, and the call, which the caller leaves.
+
+        Raises PagedRayError.
+        """
+        metadata = metadata_of(context.invocation_metadata())
+        tenant, entered = enter_call(self._servicer, metadata, self._method)
+        try:
+            with (
+                self._servicer.metrics.counting_rejections("grpc"),
+                self._intake.reception.open_message(tenant.name) as incoming,
+            ):
+                body = await self._receive(incoming, context)
+                message = await self._intake.parse(
+                    len(body), lambda: parse(self._kind, body, self._intake.size)
+                )
+        except BaseException:
+            if entered is not None:
+                entered.leave()
+            raise
+        call = RpcCall(
+            metadata=metadata,
+            remaining_s=context.time_remaining(),
+            add_done_callback=lambda callback: context.add_done_callback(lambda _: callback()),  # type: ignore[arg-type]  # the stubs are narrower than the library
+            entered=entered,
+            num_bytes=len(body),
+        )
+        return message, call
+
+    async def _receive(self, incoming: IncomingMessage, context: Context) -> bytes:
+        # The size is known once it has arrived; gRPC buffers at most the largest.
+        if not incoming.reserve(self._most_bytes):
+            await self._wait_room(incoming)
+        body = await self._intake.deadlines.wait_for(context.read())
+        if not isinstance(body, bytes):
+            raise InvalidRequestError("The call has no message.", param="message")
+        incoming.shrink_to(len(body))
+        return body
+
+    async def _wait_room(self, incoming: IncomingMessage) -> None:
+        try:
+            incoming.add(_WINDOW_BYTES)
+        except OverloadedError:
+            # Calls that came with this call may take all of the room until their messages are read.
+            if self._intake.reception.num_waiting >= _MAX_UNCOUNTED:
+                raise
+        await incoming.wait_room(self._most_bytes - incoming.num_bytes)
+
+
+class StreamWriter:
+    """The progress of one call's writes."""
+
+    __slots__ = ("is_stalled", "num_looks", "num_marks", "num_seen", "task")
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.task = task
+        self.num_marks = 0
+        """Increased before and after each write, so that it is odd during a write."""
+        self.num_seen = -1
+        """The marks when they were last looked at."""
+        self.num_looks = 0
+        """How often these marks were looked at again."""
+        self.is_stalled = False
+
+
+class StalledWrites:
+    """Watches the writes of a server's streaming calls. Used from the event loop only."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """A write may take `timeout_s`, and up to a tenth more."""
+        self._timeout_s = timeout_s
+        self._writers: set[StreamWriter] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[StreamWriter]:
+        """Watch the writes of the current task inside the block.
+
+        A write that takes too long is cancelled, and the block raises StalledReaderError.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        writer = StreamWriter(task)
+        self._writers.add(writer)
+        self._start_timer()
+        try:
+            yield writer
+        except asyncio.CancelledError:
+            if not writer.is_stalled:
+                raise
+            task.uncancel()
+            raise StalledReaderError(
+                "The stream was aborted: its client did not accept a message within "
+                f"{self._timeout_s:g} s."
+            ) from None
+        finally:
+            self._writers.discard(writer)
+
+    def _start_timer(self) -> None:
+        if self._timer is None and self._writers:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._timeout_s / _LOOKS_PER_TIMEOUT, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for writer in self._writers:
+            if writer.num_marks != writer.num_seen:
+                writer.num_seen, writer.num_looks = writer.num_marks, 0
+                continue
+            writer.num_looks += 1
+            is_writing = bool(writer.num_marks % 2)
+            if is_writing and not writer.is_stalled and writer.num_looks >= _LOOKS_PER_TIMEOUT:
+                writer.is_stalled = True
+                writer.task.cancel()
+        self._start_timer()

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.serving.connections.connection_limits import ConnectionLimits
-from cluster.serving.connections.listener import listen, url_host
+from cluster.serving.listener import ConnectionLimits, listen, url_host
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
-from cluster.serving.rpc.message_limit import max_received_bytes
 from cluster.serving.rpc.methods import method_handlers
+from cluster.serving.rpc.requests import max_received_bytes
 from cluster.serving.rpc.service import SERVICE
 
 if TYPE_CHECKING:
-    from cluster.serving.connections.tls import Certificates, CertificateStore
     from cluster.serving.servicer import Servicer
+    from cluster.serving.tls import Certificates, CertificateStore
 
 __all__ = ["CHANNEL_OPTIONS", "MIN_STREAMS", "GrpcServer"]
 

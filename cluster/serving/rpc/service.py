@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.serving.model_name import served_names
-from cluster.serving.resume.registry import StreamFormat
+from cluster.serving.resume import StreamFormat
 from cluster.serving.rpc import chat as grpc_chat
 from cluster.serving.rpc import requests as grpc_requests
 from cluster.serving.rpc import responses as grpc_responses
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from typing import Protocol
 
-    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.auth import Tenant
     from cluster.serving.inputs import GenerationInput, Operation
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Servicer

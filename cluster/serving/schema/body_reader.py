@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
-from cluster.serving.json_bodies.json_body import read_json
+from cluster.serving.intake import LARGEST, RequestSize, check_num_messages
+from cluster.serving.json_body import read_json
 from cluster.serving.schema.body import (
     Body,
     BodyPart,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from cluster.serving.tools.channel_reader import ANSWER_HEADER, call_header
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
 from cluster.structured.grammar.schema_keywords import ANNOTATIONS, KNOWN

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import asdict
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from cluster.serving.tools.forced_calls import check_length, schema_without_text
 from cluster.serving.tools.json_calls import (
     DEEPSEEK_BEGIN,

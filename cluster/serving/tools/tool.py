@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from cluster.structured.grammar.schema_keywords import STANDALONE
 from pagedray.errors import InvalidRequestError
 from pagedray.text import quote

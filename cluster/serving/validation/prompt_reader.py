@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.inputs import InfillPrompt, Prompt
-from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
+from cluster.serving.intake import IntakeLimits, check_num_messages, request_size
 from cluster.serving.text.literal_tokens import MarkedText
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.request_templates import ProgramTemplates, RequestTemplates

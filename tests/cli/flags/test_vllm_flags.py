@@ -15,7 +15,7 @@ from cluster.cli.parser import OneLineParser, command_parser, make_parser
 from cluster.cli.vllm_flags import flag_notes, ignored_flags
 from cluster.engine.engine_options import EngineOptions
 from cluster.engine.vllm_options import IGNORED, IGNORED_SWITCHES, REJECTED
-from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth import Authenticator
 from pagedray.errors import AuthenticationError, StartupError
 
 PARSER = make_parser()

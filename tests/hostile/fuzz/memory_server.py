@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from cluster.serving.http.connection import ConnectionOptions, connection_kind
+from cluster.serving.http.server import ConnectionOptions, connection_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from cluster.serving.admin.endpoints import PAGE_PATHS
 from cluster.serving.admin.openapi import openapi_document
-from cluster.serving.admin.web_page import PAGE_PATHS
+from cluster.serving.buffers import ReaderLimits
 from cluster.serving.http_app import build_http_app
-from cluster.serving.memory.reader_limits import ReaderLimits
 from tests.load.generated_requests import ask_all
 from tests.serving.conftest import Server
 

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.key_file import KeyFile, digest_of, new_key
-from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.auth import ANONYMOUS, Authenticator, KeyFile, digest_of, new_key
 from pagedray.errors import AuthenticationError, StartupError
 
 if TYPE_CHECKING:

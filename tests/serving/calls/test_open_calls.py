@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.auth.tenant import Tenant
+from cluster.serving.auth import Tenant
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from pagedray.errors import OverloadedError
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.serving.connections.connection_limits import ConnectionLimits, connection_limits
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
+from cluster.serving.listener import ConnectionLimits, connection_limits
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 from tests.serving.conftest import engine_config
@@ -91,7 +91,7 @@ async def test_http_connections_are_bounded(
         open_connections = server._server.server_state.connections
         await wait_until(lambda: not open_connections)
         async with httpx.AsyncClient(timeout=60.0) as client:
-            url = f"http://127.0.0.1:{server.port}/health"
+            url = f"http://127.0.0.1:{server.port}/version"
             assert (await client.get(url)).status_code == 200
     finally:
         await server.stop_server()
@@ -119,33 +119,6 @@ async def test_old_grpc_connections_take_no_more_calls_and_keep_theirs(
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     finally:
         await server.stop_server(0.1)
-
-
-async def test_http_pauses_when_descriptors_run_out(
-    servicer: Servicer, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = HttpServer(build_http_app(servicer), host="127.0.0.1", port=0)
-    await server.start_server()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        with ExitStack() as stack, caplog.at_level(logging.WARNING):
-            await asyncio.sleep(0.1)
-            client = stack.enter_context(socket.socket())
-            client.setblocking(False)
-            with socket.socket() as probe:
-                lowest = probe.fileno()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, ("127.0.0.1", server.port))
-            await loop.sock_sendall(client, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            await wait_until(lambda: bool(caplog.records))
-            assert "out of system resource" in caplog.text
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            answer = await asyncio.wait_for(loop.sock_recv(client, 100), 60.0)
-            assert answer.startswith(b"HTTP/1.1 200")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        await server.stop_server()
 
 
 @pytest.mark.parametrize("limit", [64, 256, 1024, 20_000])

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cluster.serving.connections.listener import check_ports, free_port, listen
+from cluster.serving.listener import check_ports, free_port, listen
 from pagedray.errors import DeviceError
 
 

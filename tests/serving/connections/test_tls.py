@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from cluster.serving.connections.tls import CertificateStore, TlsFiles, certificate_store
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
+from cluster.serving.tls import CertificateStore, TlsFiles, certificate_store
 from pagedray.errors import StartupError
 from tests.serving.certificates import Authority
 from tests.serving.conftest import engine_config

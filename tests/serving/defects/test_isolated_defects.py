@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.engine_stream import EngineStream
+from cluster.serving.engine_client import EngineStream
 from cluster.serving.text.text_stream import TextStream
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.validator import Validator

@@ -9,7 +9,7 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.buffers import ReaderLimits
 from cluster.serving.openai.generation_response import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.calls.generation_call import GenerationOutput
-    from cluster.serving.engine_client import EngineClient
-    from cluster.serving.engine_stream import EngineStream
+    from cluster.serving.engine_client import EngineClient, EngineStream
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.v1 import pagedray_pb2_grpc
 

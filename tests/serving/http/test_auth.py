@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from cluster.serving.admin.web_page import PAGE_PATHS
-from cluster.serving.auth.key_file import digest_of, new_key
-from cluster.serving.http.allowed_origins import AllowedOrigins
+from cluster.serving.admin.endpoints import PAGE_PATHS
+from cluster.serving.auth import digest_of, new_key
+from cluster.serving.http.allowed_hosts import AllowedOrigins
 from cluster.serving.http.endpoint import Access
 from cluster.serving.http_app import build_http_app
 from pagedray.errors import StartupError

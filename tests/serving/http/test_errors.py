@@ -13,8 +13,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from cluster.serving.http.body import declared_length
-from cluster.serving.http.connection import HttpConnection
 from cluster.serving.http.request_head import MAX_HEAD_BYTES, MAX_HEADERS
+from cluster.serving.http.server import HttpConnection
 from cluster.serving.http_app import build_http_app
 from pagedray.errors import LethalRequestError, OverloadedError, WorkerError
 from tests.fakes import wait_for

@@ -12,8 +12,7 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import Authenticator, digest_of, new_key
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import OverloadedError

@@ -11,14 +11,13 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import Authenticator, digest_of, new_key
+from cluster.serving.buffers import BufferLimits
 from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
-from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.intake import IntakeLimits
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import engine_config

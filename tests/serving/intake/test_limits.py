@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.serving.intake.limits import IntakeLimits, request_size
+from cluster.serving.intake import IntakeLimits, request_size
 from tests.serving.conftest import engine_config
 
 

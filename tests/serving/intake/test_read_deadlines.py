@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.serving.intake.read_deadlines import ReadDeadlines
+from cluster.serving.intake import ReadDeadlines
 from pagedray.errors import DeadlineError
 from tests.virtual_time import in_virtual_time
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from cluster.serving.intake.reception import Reception
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.buffers import BufferLimits
+from cluster.serving.intake import Reception
 from pagedray.errors import OverloadedError
 from tests.virtual_time import in_virtual_time
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.serving.json_bodies.call_arguments import read_arguments
+from cluster.serving.json_body import read_arguments
 from pagedray.errors import InvalidRequestError
 
 HUGE = "9" * 308

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from pagedray.errors import InvalidRequestError
 
 VALUE = {"k\u00f6ln": [1, 2.5, True, None, 2**70], "\U0001f642": {"a": "\n"}}

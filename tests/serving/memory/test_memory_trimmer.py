@@ -8,9 +8,7 @@ import platform
 import psutil
 import pytest
 
-from cluster.serving.memory.memory_trimmer import MemoryTrimmer
-from cluster.serving.memory.output_buffer import OutputBuffers
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.buffers import BufferLimits, MemoryTrimmer, OutputBuffers
 
 MIB = 2**20
 DELAY_S = 0.05

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.serving.memory.output_buffer import OutputBuffers
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.buffers import BufferLimits, OutputBuffers
 from pagedray.errors import OverloadedError, UnreadError
 
 

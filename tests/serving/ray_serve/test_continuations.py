@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import grpc
 import pytest
 
-from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.auth import ANONYMOUS
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from pagedray.errors import EngineError
 from pagedray.v1 import pagedray_pb2 as pb

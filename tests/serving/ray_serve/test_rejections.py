@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import Authenticator, digest_of, new_key
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
-from cluster.serving.http.endpoint_table import ABSENT
+from cluster.serving.http.app import ABSENT
 from cluster.serving.http_app import build_http_app
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody

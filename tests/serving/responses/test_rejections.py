@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.buffers import BufferLimits, ReaderLimits
 from tests.serving.conftest import Server
 from tests.serving.responses.response_calls import SPACE, TEMPLATE, TOOL, USE, posted
 

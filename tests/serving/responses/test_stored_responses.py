@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseCompletedEvent, ResponseCreatedEvent
 
-from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.buffers import BufferLimits
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError

@@ -11,10 +11,9 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.memory.tenant_bytes import BufferLimits
-from cluster.serving.resume import kept_messages
-from cluster.serving.resume.registry import ResumableStreams, StreamFormat
+from cluster.serving import resume
+from cluster.serving.buffers import BufferLimits, ReaderLimits
+from cluster.serving.resume import ResumableStreams, StreamFormat
 from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.fakes import wait_for
@@ -250,13 +249,13 @@ async def test_resuming_does_not_look_at_what_was_delivered(
         num_read += len(await anext(reader))
     stream = reader._stream
     stream.drop_delivered(10_000)
-    size, sizes = kept_messages.memory_of, []
+    size, sizes = resume.memory_of, []
 
     def counted_size(message: bytes) -> int:
         sizes.append(size(message))
         return sizes[-1]
 
-    monkeypatch.setattr(kept_messages, "memory_of", counted_size)
+    monkeypatch.setattr(resume, "memory_of", counted_size)
     streams.resume_stream("", "call", 900, protocol="grpc")
     assert not sizes
     delivered = stream.num_delivered_bytes

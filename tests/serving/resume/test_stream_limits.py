@@ -11,9 +11,8 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.memory.reader_limits import ReaderLimits
-from cluster.serving.memory.tenant_bytes import BufferLimits
-from cluster.serving.resume.registry import ResumableStreams, StreamFormat
+from cluster.serving.buffers import BufferLimits, ReaderLimits
+from cluster.serving.resume import ResumableStreams, StreamFormat
 from pagedray.errors import OverloadedError, UnknownStreamError
 from tests.fakes import wait_for
 from tests.load.tenant_keys import write_keys
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
-    from cluster.serving.resume.stream import StreamReader
+    from cluster.serving.resume import StreamReader
     from tests.serving.resume.conftest import Serving
 
 

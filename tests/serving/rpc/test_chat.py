@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.auth import ANONYMOUS
 from cluster.serving.calls.generation_call import GenerationOutput, Usage
-from cluster.serving.intake.limits import LARGEST
+from cluster.serving.intake import LARGEST
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat
 from cluster.serving.text.templates.chat_prompt import ChatPrompt

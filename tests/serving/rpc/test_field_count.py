@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving.intake.limits import RequestSize
-from cluster.serving.rpc.field_count import check_fields
+from cluster.serving.intake import RequestSize
+from cluster.serving.rpc.requests import check_fields
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 

@@ -11,8 +11,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.auth import Authenticator, digest_of, new_key
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 from tests.serving.waiting import wait_until

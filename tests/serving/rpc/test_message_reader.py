@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.auth import ANONYMOUS
 from cluster.serving.call_options import CallOptions
-from cluster.serving.intake.limits import IntakeLimits
+from cluster.serving.intake import IntakeLimits
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_frontend import grpc_frontend
 from tests.serving.waiting import wait_until

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cluster.serving.rpc.stalled_writes import StalledWrites
+from cluster.serving.rpc.methods import StalledWrites
 from pagedray.errors import StalledReaderError
 
 TIMEOUT_S = 0.2

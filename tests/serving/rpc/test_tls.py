@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from cluster.serving.connections.tls import CertificateStore, TlsFiles
+from cluster.serving.tls import CertificateStore, TlsFiles
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.certificates import Authority, Issued
 from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic_core import from_json
 
-from cluster.serving.json_bodies.call_arguments import read_arguments
+from cluster.serving.json_body import read_arguments
 from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
 from cluster.serving.tools.object_text import ObjectText
 from cluster.serving.tools.tool import Tool

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.json_bodies.call_arguments import read_arguments
-from cluster.serving.json_bodies.json_body import check_counts
+from cluster.serving.json_body import check_counts, read_arguments
 from cluster.serving.schema.body import OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.schema.field_errors import missing_field

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from cluster.serving.openai.bodies.parameters import bounds, cache_salt_field
 from cluster.serving.schema.body import Body, BodyPart, named_schema
 from cluster.serving.schema.body_reader import read_part

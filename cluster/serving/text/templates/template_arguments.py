@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from cluster.serving.json_bodies.json_text import json_text
+from cluster.serving.json_body import json_text
 from pagedray.errors import InvalidRequestError
 from pagedray.text import quote_json
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
 
-from cluster.serving.auth.tenant import Tenant
-from cluster.serving.intake.limits import LARGEST
+from cluster.serving.auth import Tenant
+from cluster.serving.intake import LARGEST
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat, read_tokenize
 from cluster.serving.rpc.requests import parse, read_embedding, read_generation, read_score

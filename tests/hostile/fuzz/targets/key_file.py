@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.serving.auth.key_file import KeyFile
+from cluster.serving.auth import KeyFile
 from pagedray.errors import StartupError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.admin.web_page import PAGE_PATHS
-from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.admin.endpoints import PAGE_PATHS
+from cluster.serving.auth import digest_of, new_key
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
 

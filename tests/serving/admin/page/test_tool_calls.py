@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.buffers import ReaderLimits
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
 from tests.serving.openai.tools.chats import AUTO, TEMPLATE, TOOLS

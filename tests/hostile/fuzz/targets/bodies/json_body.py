@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.serving.json_bodies.json_body import read_json
+from cluster.serving.json_body import read_json
 from pagedray.errors import InvalidRequestError
 from tests.hostile.fuzz.target import Target
 

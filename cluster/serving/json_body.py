@@ -1,4 +1,4 @@
-"""JSON bodies as Python objects.
+"""JSON that clients send as Python objects, and values written as JSON again.
 
 Parsing costs time and memory per object rather than per byte, so objects are counted before they
 are made.
@@ -6,15 +6,18 @@ are made.
 
 from __future__ import annotations
 
+import json
+import re
 from math import isinf
 
+import msgspec
 from pydantic_core import from_json
 
-from cluster.serving.intake.limits import LARGEST, RequestSize
+from cluster.serving.intake import LARGEST, RequestSize
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.text import quote
 
-__all__ = ["check_counts", "read_json"]
+__all__ = ["check_counts", "json_text", "read_arguments", "read_json"]
 
 _MAX_CONTAINERS = 2**13
 _MAX_STRINGS = 2**15
@@ -22,6 +25,15 @@ _ONE_BRACKET = bytes.maketrans(b"[{}", b"]]]")
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * 309
 """Without an exponent, numbers of fewer digits are in the range of a double."""
+
+_NO_ARGUMENTS = ("", "null", '""')
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
+)
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_MAX_ESCAPES = 2**15
+"""Backslashes of arguments in which halves of characters are replaced."""
 
 
 def read_json(
@@ -130,3 +142,65 @@ def _count(raw: bytes) -> tuple[int, int, int]:
 def _check(text: str, count: int, most: int) -> None:
     if count > most:
         raise InvalidRequestError(text.format(most, count))
+
+
+def json_text(value: object, param: str, *, most_bytes: int) -> str:
+    """Return a value of the field `param` in JSON. Raises InvalidRequestError if it is longer."""
+    # Much faster than the other encoder, which would hold the event loop for a large value.
+    num_bytes = len(msgspec.json.encode(value))
+    if num_bytes > most_bytes:
+        raise InvalidRequestError(
+            f"{param} may have at most {most_bytes} bytes of JSON, not {num_bytes}.", param=param
+        )
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{param} contains a number that JSON cannot represent.", param=param
+        ) from error
+
+
+def read_arguments(text: str, param: str) -> dict[str, object]:
+    """Return the arguments of a call, none if the text is empty. Raises InvalidRequestError.
+
+    The end of the arguments is missing if the call was cut off.
+    """
+    if text.strip() in _NO_ARGUMENTS:
+        return {}
+    try:
+        arguments = _parsed(text)
+    except ValueError:
+        arguments = _without_halves(text)
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
+    try:
+        # The encoder finds infinite numbers faster than Python code does.
+        json.dumps(arguments, allow_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{param} has a number that exceeds the range of a double.", param=param
+        ) from error
+    return arguments
+
+
+def _parsed(text: str) -> object:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        if not str(error).startswith("EOF while parsing"):
+            raise
+    return from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+
+
+def _without_halves(text: str) -> object:
+    """Return a text with a replacement for each half of a character."""
+    if _HALF.search(text) is None or text.count("\\") > _MAX_ESCAPES:
+        return None
+    try:
+        return _parsed(_ESCAPE.sub(_whole_escape, text))
+    except ValueError:
+        return None
+
+
+def _whole_escape(found: re.Match[str]) -> str:
+    return found[0] if found["half"] is None else "\\ufffd"

@@ -1,22 +1,38 @@
-"""Listening sockets for the frontends."""
+"""Listening sockets for the frontends, and the number of their connections."""
 
 from __future__ import annotations
 
 import errno
 import socket
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedray.errors import DeviceError
+from pagedray.machine import descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BACKLOG", "check_ports", "free_port", "listen", "url_host"]
+__all__ = [
+    "BACKLOG",
+    "MAX_TOTAL",
+    "ConnectionLimits",
+    "check_ports",
+    "connection_limits",
+    "free_port",
+    "listen",
+    "url_host",
+]
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
 _MAX_PORT = 65535
+
+MAX_TOTAL = 10_000
+_RESERVE = 128
+"""Descriptors for files, the connections to ranks, and the start of others in their place."""
+_NUM_FRONTENDS = 2
 
 
 class _PortInUseError(DeviceError):
@@ -82,3 +98,24 @@ def listen(frontend: str, host: str, port: int) -> socket.socket:
 def url_host(host: str) -> str:
     """Return a host name or address as URLs write it."""
     return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The open connections of one frontend."""
+
+    total: int = MAX_TOTAL
+    idle_s: float = 300.0
+    """A gRPC connection without calls is closed after this time; its client connects again."""
+    age_s: float = 3600.0
+    """A gRPC connection takes no more calls after this time, give or take a tenth.
+
+    Open calls end as if it did.
+    """
+
+
+def connection_limits() -> ConnectionLimits:
+    """Return the limits of each frontend under the descriptor limit of this process."""
+    available = max(descriptor_limit() - _RESERVE, descriptor_limit() // 4)
+    total = max(2, min(MAX_TOTAL, available // _NUM_FRONTENDS))
+    return ConnectionLimits(total)
