@@ -7,7 +7,7 @@ computes. Metadata is always an argument; nothing here is a global.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionBatch",
     "AttentionImpl",
+    "AttentionInputs",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
     "AttentionParams",
@@ -32,6 +33,26 @@ __all__ = [
     "EagerAttentionState",
     "EncoderBatch",
 ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInputs:
+    """The queries, keys and values of one layer, for all tokens of a step.
+
+    Tokens may be strided. Keys and values are None for cross attention if the step computes none.
+    """
+
+    query: torch.Tensor
+    """`[num_tokens, num_heads, head_size]`."""
+    key: torch.Tensor | None
+    """`[num_tokens, num_kv_heads, head_size]`, and so is `value`."""
+    value: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+    """`[num_heads]` float32, the score of each sink, for layers with sinks."""
+    rotary: Rotary | None = None
+    """Rotates queries, in place, and keys first; only if the metadata `rotates_layer`."""
+    is_cached: bool = False
+    """Whether keys and values are in the cache already; then padding may follow the tokens."""
 
 
 class AttentionMetadata(ABC):
@@ -90,46 +111,23 @@ class AttentionMetadata(ABC):
         raise _no_capture(self)
 
     def rotates_layer(self, layer_index: int) -> bool:
-        """Return whether `attend_unrotated` computes this layer of this step."""
+        """Return whether `attend` takes inputs of this layer with `rotary`, in this step."""
         del layer_index
         return False
 
-    def attend_unrotated(
+    @abstractmethod
+    def attend(
         self,
         layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotary: Rotary,
+        inputs: AttentionInputs,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
     ) -> None:
-        """Rotate queries and keys, write keys and values to the cache, and attend.
+        """Write a layer's keys and values to the cache, and attend. Nothing is checked.
 
-        Takes the arguments of `attend_layer`, and `rotary` of all tokens. `query` may change in
-        place. Only if `rotates_layer`.
+        `kv_cache` is the cache of all layers, or empty if all sequences are whole prompts. `out` is
+        `[num_tokens, num_heads, head_size]`, contiguous.
         """
-        raise NotImplementedError
-
-    def attend_layer(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Attend for a layer with keys and values in the cache, between captured graphs.
-
-        Query and `out` are `[>= num_tokens, num_heads, head_size]`, keys and values `[>=
-        num_tokens, num_kv_heads, head_size]`, `sinks` belongs to the layer. No argument is checked.
-        """
-        raise _no_capture(self)
 
 
 class AttentionMetadataBuilder(ABC):
@@ -259,7 +257,6 @@ class AttentionImpl(ABC):
         self._layer_index = layer_index
         self._sinks = sinks
 
-    @abstractmethod
     def forward(
         self,
         query: torch.Tensor,
@@ -280,6 +277,27 @@ class AttentionImpl(ABC):
         ENCODER_DECODER, keys and values belong to the encoder tokens that the step computes; both
         are None without encoder tokens.
         """
+        if out is None:
+            out = query.new_empty(query.shape)
+        by_head = (-1, self._params.head_size)
+        inputs = AttentionInputs(
+            query.unflatten(1, by_head),
+            None if key is None else key.unflatten(1, by_head),
+            None if value is None else value.unflatten(1, by_head),
+            sinks=self._sinks,
+        )
+        self._attend(metadata, inputs, kv_cache, out.unflatten(1, by_head))
+        return out
+
+    @abstractmethod
+    def _attend(
+        self,
+        metadata: AttentionMetadata,
+        inputs: AttentionInputs,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Call `attend` of the metadata."""
 
 
 class AttentionBackend(ABC):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attention.cpu.decode import DecodeChunk, Gather
-from attention.cpu.plan import Prompts, Span
+from attention.cpu.plan import LayerPlan, Prompts, Span
 from attention.params import KV_CACHE_DTYPES, AttentionParams
 
 __all__ = ["LayerRunner"]
@@ -24,6 +24,7 @@ class LayerRunner:
     def __init__(self, params: AttentionParams, sinks: torch.Tensor | None) -> None:
         """`sinks` is `[num_heads]` float32, or None."""
         self._params = params
+        self.sinks = sinks
         self._chunk_sinks = self._span_sinks = None
         if sinks is not None:
             heads = (params.num_kv_heads, params.num_queries_per_kv)
@@ -35,6 +36,25 @@ class LayerRunner:
         self._value_scale = params.v_scale if is_fp8 else 1.0
         self._query_shape = (-1, params.num_kv_heads, params.num_queries_per_kv, params.head_size)
         self._kv_shape = (-1, params.num_kv_heads, params.head_size)
+
+    def run_plan(
+        self,
+        plan: LayerPlan,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        blocks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for all queries that torch computes."""
+        for prompts in plan.prompts:
+            assert key is not None
+            assert value is not None
+            self.run_prompts(prompts, query, key, value, out)
+        for span in plan.spans:
+            self.run_span(span, query, key, value, blocks, out)
+        if plan.chunks:
+            self.run_chunks(plan.chunks, query, blocks, out)
 
     def run_chunks(
         self,

@@ -14,9 +14,9 @@ from attention.abstract import (
     AttentionBackend,
     AttentionBatch,
     AttentionImpl,
+    AttentionInputs,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionParams,
     AttentionSpec,
     AttentionType,
     EagerAttentionState,
@@ -77,7 +77,41 @@ class TorchSDPAMetadata(AttentionMetadata):
             self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
         return self._profile_plans[layer_index]
 
-    def run_kernels(
+    def attend(
+        self,
+        layer_index: int,
+        inputs: AttentionInputs,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        params = self._builder.spec.layers[layer_index]
+        query, out = inputs.query.flatten(1), out.flatten(1)
+        key, value = (
+            None if heads is None else heads.flatten(1) for heads in (inputs.key, inputs.value)
+        )
+        blocks = kv_cache
+        has_cache = kv_cache.numel() > 0
+        plan = self.layer_plan(layer_index) if has_cache else self.profile_plan(layer_index)
+        stored = key, value
+        fp8 = KV_CACHE_DTYPES[params.kv_cache_dtype] if params.is_cached else None
+        if fp8 is not None and key is not None and value is not None:
+            stored = to_fp8(key, fp8, params.k_scale), to_fp8(value, fp8, params.v_scale)
+            if plan.prompts or plan.spans:
+                # This step must read the same rounded values as later steps.
+                key, value = (from_fp8(x, fp8, query.dtype) for x in stored)
+        if plan.write is not None:
+            views = self.cache_views(kv_cache, layer_index)
+            blocks = views.blocks
+            plan.write.write_layer(*stored, views)
+        runner = self._builder.runner(layer_index, inputs.sinks)
+        runner.run_plan(plan, query, key, value, blocks, out)
+        self._run_kernels(plan, query, kv_cache, layer_index, out, sinks=inputs.sinks)
+        if plan.keyless_tokens is not None:
+            out.index_fill_(0, plan.keyless_tokens, 0)
+        if plan.num_padding:
+            out[-plan.num_padding :].zero_()
+
+    def _run_kernels(
         self,
         plan: LayerPlan,
         query: torch.Tensor,
@@ -155,6 +189,15 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         """The decode kernel of each layer, or None."""
         self.prefill_kernels = [prefill_kernels[planner] for planner in self._planner_of_layer]
         """The prefill kernel of each layer, or None."""
+        self._runners: dict[int, LayerRunner] = {}
+
+    def runner(self, layer_index: int, sinks: torch.Tensor | None) -> LayerRunner:
+        """Return what computes a layer by torch."""
+        runner = self._runners.get(layer_index)
+        if runner is None or runner.sinks is not sinks:
+            runner = LayerRunner(self._spec.layers[layer_index], sinks)
+            self._runners[layer_index] = runner
+        return runner
 
     def build(self, batch: AttentionBatch) -> TorchSDPAMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
@@ -209,71 +252,14 @@ class TorchSDPAState(EagerAttentionState):
 class TorchSDPABackendImpl(AttentionImpl):
     """One layer's attention."""
 
-    def __init__(
-        self, params: AttentionParams, layer_index: int, sinks: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(params, layer_index, sinks)
-        self._runner = LayerRunner(params, sinks)
-        self._fp8 = KV_CACHE_DTYPES[params.kv_cache_dtype] if params.is_cached else None
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write keys and values to the cache, then attend."""
-        assert isinstance(metadata, TorchSDPAMetadata)
-        if out is None:
-            out = query.new_empty(query.shape)
-        blocks = kv_cache
-        if kv_cache.numel():
-            plan = metadata.layer_plan(self._layer_index)
-        else:
-            plan = metadata.profile_plan(self._layer_index)
-        stored = key, value
-        if self._fp8 is not None and key is not None and value is not None:
-            stored = (
-                to_fp8(key, self._fp8, self._params.k_scale),
-                to_fp8(value, self._fp8, self._params.v_scale),
-            )
-            if plan.prompts or plan.spans:
-                # This step must read the same rounded values as later steps.
-                key, value = (from_fp8(x, self._fp8, query.dtype) for x in stored)
-        if plan.write is not None:
-            views = metadata.cache_views(kv_cache, self._layer_index)
-            blocks = views.blocks
-            plan.write.write_layer(*stored, views)
-        self._attend(plan, query, key, value, blocks, out)
-        metadata.run_kernels(plan, query, kv_cache, self._layer_index, out, sinks=self._sinks)
-        if plan.keyless_tokens is not None:
-            out.index_fill_(0, plan.keyless_tokens, 0)
-        if plan.num_padding:
-            out[-plan.num_padding :].zero_()
-        return out
-
     def _attend(
         self,
-        plan: LayerPlan,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        blocks: torch.Tensor,
+        metadata: AttentionMetadata,
+        inputs: AttentionInputs,
+        kv_cache: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attend for all queries that torch computes."""
-        for prompts in plan.prompts:
-            assert key is not None
-            assert value is not None
-            self._runner.run_prompts(prompts, query, key, value, out)
-        for span in plan.spans:
-            self._runner.run_span(span, query, key, value, blocks, out)
-        if plan.chunks:
-            self._runner.run_chunks(plan.chunks, query, blocks, out)
+        metadata.attend(self._layer_index, inputs, kv_cache, out)
 
 
 class TorchSDPABackend(AttentionBackend):

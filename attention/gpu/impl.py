@@ -2,7 +2,7 @@
 
 import torch
 
-from attention.abstract import AttentionImpl, AttentionMetadata
+from attention.abstract import AttentionImpl, AttentionInputs, AttentionMetadata
 from attention.gpu.metadata import GpuMetadata
 
 __all__ = ["GpuImpl"]
@@ -11,21 +11,13 @@ __all__ = ["GpuImpl"]
 class GpuImpl(AttentionImpl):
     """The computation of one layer, which is the same for every backend on a GPU."""
 
-    def forward(
+    def _attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write keys and values to the cache, then attend."""
+        inputs: AttentionInputs,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         assert isinstance(metadata, GpuMetadata)
-        if out is None:
-            out = query.new_empty(query.shape)
-        metadata.op(
-            query, key, value, self._sinks, kv_cache, out, metadata.handle, self._layer_index
-        )
-        return out
+        query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+        metadata.op(query, key, value, sinks, kv_cache, out, metadata.handle, self._layer_index)

@@ -9,6 +9,7 @@ import torch
 
 from attention.abstract import (
     AttentionBatch,
+    AttentionInputs,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionParams,
@@ -72,111 +73,79 @@ class GpuMetadata(AttentionMetadata):
             self._step_before = None
         return self._gpu_batch
 
-    def run_layer(
+    def attend(
         self,
         layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        inputs: AttentionInputs,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Write a layer's keys and values to the cache, and attend."""
         batch = self.prepare_step()
         params, kernels = self._builder.layer(layer_index)
-        heads = (-1, params.num_heads, params.head_size)
-        kv_heads = (-1, params.num_kv_heads, params.head_size)
-        query, out = query.view(heads), out.view(heads)
         cache = None
         if params.is_cached and kv_cache.numel():
             cache = self._builder.layer_cache(layer_index, kv_cache)
-        if key is not None and value is not None:
-            if cache is not None:
-                self._builder.write_layer(
-                    layer_index, key, value, kv_cache, batch.slots_of(params.attention_type)
-                )
-            key, value = key.view(kv_heads), value.view(kv_heads)
-        if cache is not None:
-            self._attend_cached(params, kernels, batch, query, key, value, cache, out, sinks)
+        if cache is None:
+            self._attend_ragged(params, kernels, batch, inputs, out)
+        elif inputs.rotary is not None:
+            self._attend_new(kernels, batch, inputs, inputs.rotary, cache, out)
         else:
-            assert key is not None
-            assert value is not None
-            self._attend_ragged(params, kernels, batch, query, key, value, out, sinks)
-        if batch.num_padding and params.attention_type is not AttentionType.ENCODER:
+            if inputs.key is not None and inputs.value is not None and not inputs.is_cached:
+                slots = batch.slots_of(params.attention_type)
+                self._builder.write_layer(layer_index, inputs.key, inputs.value, kv_cache, slots)
+            self._attend_cached(params, kernels, batch, inputs, cache, out)
+        is_padded = batch.num_padding and not inputs.is_cached
+        if is_padded and params.attention_type is not AttentionType.ENCODER:
             out[-batch.num_padding :].zero_()
-
-    def attend_layer(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        params, kernels = self._builder.layer(layer_index)
-        cache = self._builder.layer_cache(layer_index, kv_cache)
-        batch = self.prepare_step()
-        self._attend_cached(params, kernels, batch, query, key, value, cache, out, sinks)
 
     def rotates_layer(self, layer_index: int) -> bool:
         params, kernels = self._builder.layer(layer_index)
         is_decoder = params.attention_type is AttentionType.DECODER
         return is_decoder and not self.num_prefills and kernels.takes_new_tokens
 
-    def attend_unrotated(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotary: Rotary,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        batch = self.prepare_step()
-        _, kernels = self._builder.layer(layer_index)
-        cache = self._builder.layer_cache(layer_index, kv_cache)
-        if (decodes := batch.decodes) is not None:
-            tokens = decodes.tokens
-            positions = Rotary(rotary.positions[tokens], rotary.table)
-            new = NewTokens(key[tokens], value[tokens], batch.slot_mapping[tokens], positions)
-            kernels.decode(decodes, query[tokens], cache, out[tokens], sinks=sinks, new=new)
-        if batch.num_padding:
-            out[-batch.num_padding :].zero_()
-
     @property
     def device_slot_mapping(self) -> torch.Tensor:
         return self.prepare_step().slot_mapping
+
+    def _attend_new(
+        self,
+        kernels: LayerKernels,
+        batch: GpuBatch,
+        inputs: AttentionInputs,
+        rotary: Rotary,
+        cache: LayerCache,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for decodes that the kernel rotates and writes itself."""
+        if (decodes := batch.decodes) is None:
+            return
+        assert inputs.key is not None
+        assert inputs.value is not None
+        tokens = decodes.tokens
+        positions = Rotary(rotary.positions[tokens], rotary.table)
+        slots = batch.slot_mapping[tokens]
+        new = NewTokens(inputs.key[tokens], inputs.value[tokens], slots, positions)
+        kernels.decode(
+            decodes, inputs.query[tokens], cache, out[tokens], sinks=inputs.sinks, new=new
+        )
 
     def _attend_cached(
         self,
         params: AttentionParams,
         kernels: LayerKernels,
         batch: GpuBatch,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        inputs: AttentionInputs,
         cache: LayerCache,
         out: torch.Tensor,
-        sinks: torch.Tensor | None,
     ) -> None:
         is_cross = params.attention_type is AttentionType.ENCODER_DECODER
+        query, sinks = inputs.query, inputs.sinks
         prefills, decodes = batch.sub_batches_of(params.attention_type)
         if prefills is not None:
             tokens = prefills.tokens
             # With an fp8 cache whole prompts read the rounded keys too, as chunks of them do.
             if prefills.has_no_context and not is_cross and cache.blocks.dtype == query.dtype:
-                assert key is not None
-                assert value is not None
-                kernels.prefill_ragged(
-                    prefills, query[tokens], key[tokens], value[tokens], out[tokens], sinks=sinks
-                )
+                _prefill_ragged(kernels, prefills, inputs, out)
             else:
                 kernels.prefill(prefills, query[tokens], cache, out[tokens], sinks=sinks)
         if decodes is not None:
@@ -188,21 +157,26 @@ class GpuMetadata(AttentionMetadata):
         params: AttentionParams,
         kernels: LayerKernels,
         batch: GpuBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: AttentionInputs,
         out: torch.Tensor,
-        sinks: torch.Tensor | None,
     ) -> None:
         parts: tuple[SubBatch | None, ...] = (batch.prefills, batch.decodes)
         if params.attention_type is AttentionType.ENCODER:
             parts = (batch.encoders,)
         for sub_batch in parts:
             if sub_batch is not None:
-                tokens = sub_batch.tokens
-                kernels.prefill_ragged(
-                    sub_batch, query[tokens], key[tokens], value[tokens], out[tokens], sinks=sinks
-                )
+                _prefill_ragged(kernels, sub_batch, inputs, out)
+
+
+def _prefill_ragged(
+    kernels: LayerKernels, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
+) -> None:
+    """Attend for sequences that see the keys of the step alone."""
+    assert inputs.key is not None
+    assert inputs.value is not None
+    tokens = sub_batch.tokens
+    query, key, value = inputs.query[tokens], inputs.key[tokens], inputs.value[tokens]
+    kernels.prefill_ragged(sub_batch, query, key, value, out[tokens], sinks=inputs.sinks)
 
 
 class GpuMetadataBuilder(AttentionMetadataBuilder):
@@ -264,7 +238,12 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
 
         cache = self.layer_cache(layer_index, kv_cache)
         cache_write(
-            key, value, cache.blocks, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale
+            key.flatten(1),
+            value.flatten(1),
+            cache.blocks,
+            slot_mapping,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
         )
 
     def build(self, batch: AttentionBatch) -> GpuMetadata:

@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from attention.abstract import AttentionInputs
+
 __all__ = ["AttentionOp", "OpTarget", "define_op", "handle_of"]
 
 AttentionOp = Callable[
@@ -32,13 +34,10 @@ AttentionOp = Callable[
 class OpTarget(Protocol):
     """The object that a handle identifies."""
 
-    def run_layer(
+    def attend(
         self,
         layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        inputs: AttentionInputs,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
@@ -83,7 +82,8 @@ def _run(
     metadata: int,
     layer_index: int,
 ) -> None:
-    _alive[metadata].run_layer(layer_index, query, key, value, sinks, kv_cache, out)
+    inputs = AttentionInputs(query, key, value, sinks=sinks)
+    _alive[metadata].attend(layer_index, inputs, kv_cache, out)
 
 
 def _run_fake(

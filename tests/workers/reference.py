@@ -111,12 +111,13 @@ def loaded_model(
     dtype: Dtype = "float32",
     *,
     is_expert_parallel: bool = False,
+    fuses: bool | None = None,
 ) -> Decoder:
     """Return this rank's part of a checkpoint, ready to run."""
     config = read_model_config(folder, dtype=dtype)
     if is_expert_parallel:
         config = config.with_expert_parallel()
-    model = Decoder(config, group, backend=TorchSDPABackend, device=CPU)
+    model = Decoder(config, group, backend=TorchSDPABackend, device=CPU, fuses=fuses)
     load_weights(model, EngineConfig(model=config))
     return model
 

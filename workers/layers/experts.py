@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attention.kernels.quantized_rows import QuantizedRows
-from attention.kernels.unnormed_row import UnnormedRow
 from pagedray.rank_roofline import WeightWork
 from workers.layers.expert_part import ExpertPart
 from workers.layers.expert_tensors import ExpertTensors
@@ -34,7 +32,6 @@ class ExpertLayer(Layer):
     """A router and its experts: a rank has some columns of each, or some whole ones.
 
     One all-reduce adds what the ranks compute.
-    Without `reduces`, the output is this rank's part of the sum.
     """
 
     def __init__(
@@ -45,17 +42,15 @@ class ExpertLayer(Layer):
         *,
         hidden_size: int,
         shared: MLP | None,
-        reduces: bool,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`shared` is an MLP that every token passes, whose output is this rank's part."""
+        """`shared` is an MLP that every token passes."""
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
         self._hidden_size = hidden_size
         self._group = group
-        self._reduces = reduces
         self._shared = shared
         self._tensors = ExpertTensors(prefix, names, experts, hidden_size=hidden_size, group=group)
         self._router = Router(
@@ -73,30 +68,16 @@ class ExpertLayer(Layer):
             )
         )
 
-    def takes_quantized(self, num_rows: int) -> bool:
-        """Return False: the router reads the rows as they are."""
-        del num_rows
-        return False
-
-    def takes_unnormed(self, num_rows: int) -> bool:
-        """Return False: the router reads the row as well."""
-        del num_rows
-        return False
-
-    def add_or_return(
-        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows | UnnormedRow
-    ) -> torch.Tensor:
-        """Return the output: no kernel adds that of experts to the stream."""
-        del stream
-        return self(x)
-
-    def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
-        assert not isinstance(x, QuantizedRows | UnnormedRow)
+        return self._group.all_reduce(self.partial(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the output."""
         out = self._product(x, self._router(x))
         if self._shared is not None:
-            out.add_(self._shared(x))
-        return self._group.all_reduce(out) if self._reduces else out
+            out.add_(self._shared.partial(x))
+        return out
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from self._router.weight_shards()

@@ -6,30 +6,27 @@ Triton on GPUs, C on CPUs. Each function returns None where layers use torch ins
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 
 if TYPE_CHECKING:
-    from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.row_types import QuantizedRows
     from pagedray.model_config import Activation
 
 __all__ = [
-    "AddNormKernel",
-    "AddPartsNormKernel",
     "GateKernel",
     "HeadNormKernel",
-    "QuantizedAddNormKernel",
+    "NormKernels",
     "QuantizedGateKernel",
     "RotateKernel",
-    "add_norm_kernel",
-    "add_parts_norm_kernel",
     "gate_kernel",
     "head_norm_kernel",
-    "quantized_add_norm_kernel",
+    "norm_kernels",
     "quantized_gate_kernel",
     "rotate_kernel",
 ]
@@ -37,7 +34,7 @@ __all__ = [
 AddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Adds the second tensor, if any, to the first in place, and returns the norm of the sum."""
 AddPartsNormKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""As `AddNormKernel`, for the sum of the parts of `SplitRows`."""
+"""As `AddNormKernel`, for the sum of the parts of `SplitKPartials`."""
 GateKernel = Callable[[torch.Tensor], torch.Tensor]
 """Returns `f(first half of the columns) * second half`, `[num_tokens, columns / 2]`."""
 QuantizedAddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], "QuantizedRows"]
@@ -50,7 +47,16 @@ RotateKernel = Callable[[torch.Tensor, torch.Tensor], None]
 """Rotates `[num_tokens, num_heads, head_size]` in place, by positions `[num_tokens]` int64."""
 
 
-def add_norm_kernel(
+@dataclass(frozen=True, slots=True, eq=False)
+class NormKernels:
+    """The kernels that add to the residual stream and norm the sum, where a device has them."""
+
+    add: AddNormKernel | None = None
+    add_parts: AddPartsNormKernel | None = None
+    add_quantized: QuantizedAddNormKernel | None = None
+
+
+def norm_kernels(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
@@ -58,72 +64,30 @@ def add_norm_kernel(
     is_centered: bool,
     overlaps: bool,
     dtype: torch.dtype,
-) -> AddNormKernel | None:
-    """Return the kernel of RMSNorm, or of LayerNorm if `is_centered`, for inputs of `dtype`.
+) -> NormKernels:
+    """Return the kernels of RMSNorm, or of LayerNorm if `is_centered`, for inputs of `dtype`.
 
-    Whether it `overlaps` with the kernel before it is for GPUs.
+    Whether a kernel `overlaps` with the kernel before it is for GPUs.
     """
     if weight.device.type == "cuda":
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.norm_rope import add_norm
+        from attention.kernels.triton import norm_rope
 
-        return partial(
-            add_norm,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            is_centered=is_centered,
-            overlaps=overlaps,
+        options: dict[str, Any] = {  # Any: mixed
+            "weight": weight,
+            "bias": bias,
+            "eps": eps,
+            "is_centered": is_centered,
+            "overlaps": overlaps,
+        }
+        return NormKernels(
+            partial(norm_rope.add_norm, **options),
+            partial(norm_rope.add_parts_norm, **options),
+            partial(norm_rope.quantized_add_norm, **options),
         )
     if is_centered or bias is not None or weight.dtype != dtype:
-        return None
-    return AddNorm.make(weight, eps)
-
-
-def add_parts_norm_kernel(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    is_centered: bool,
-    overlaps: bool,
-) -> AddPartsNormKernel | None:
-    """Return the kernel of `add_norm_kernel` that adds the parts of `SplitRows`."""
-    if weight.device.type != "cuda":
-        return None
-    from attention.kernels.triton.norm_rope import add_parts_norm
-
-    return partial(
-        add_parts_norm,
-        weight=weight,
-        bias=bias,
-        eps=eps,
-        is_centered=is_centered,
-        overlaps=overlaps,
-    )
-
-
-def quantized_add_norm_kernel(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    is_centered: bool,
-    overlaps: bool,
-) -> QuantizedAddNormKernel | None:
-    """Return the kernel of `add_norm_kernel` that quantizes the norm."""
-    if weight.device.type != "cuda":
-        return None
-    from attention.kernels.triton.norm_rope import quantized_add_norm
-
-    return partial(
-        quantized_add_norm,
-        weight=weight,
-        bias=bias,
-        eps=eps,
-        is_centered=is_centered,
-        overlaps=overlaps,
-    )
+        return NormKernels()
+    return NormKernels(AddNorm.make(weight, eps))
 
 
 def head_norm_kernel(eps: float, device: torch.device) -> HeadNormKernel | None:

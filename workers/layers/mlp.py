@@ -9,18 +9,15 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from attention.kernels.quantized_rows import QuantizedRows
 from pagedray.model_config import Activation
 from workers.layers.activation import activation_function
-from workers.layers.fused_kernels import gate_kernel, quantized_gate_kernel
+from workers.layers.fused_kernels import gate_kernel
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
 from workers.layers.weight import CompositeLayer, part_of
 
 if TYPE_CHECKING:
     import torch
 
-    from attention.kernels.split_rows import SplitRows
-    from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.weight_format import Quantization
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
@@ -39,10 +36,7 @@ class MLPParams:
 
 
 class MLP(CompositeLayer):
-    """An MLP whose first layers are sharded by columns and the last by rows: one all-reduce.
-
-    Without `reduces`, the output is this rank's part of the sum.
-    """
+    """An MLP whose first layers are sharded by columns and the last by rows: one all-reduce."""
 
     _num_inner: ClassVar[int]
 
@@ -52,14 +46,13 @@ class MLP(CompositeLayer):
         output_name: str,
         params: MLPParams,
         *,
-        reduces: bool,
         group: ParallelGroup,
         quantization: Quantization | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         inner = (params.intermediate_size, part_of(params.intermediate_size, group))
-        self._inner = ColumnParallelLinear(
+        self.inner = ColumnParallelLinear(
             params.hidden_size,
             columns_of(inner_names, [inner] * self._num_inner),
             has_bias=params.has_bias,
@@ -67,48 +60,38 @@ class MLP(CompositeLayer):
             dtype=dtype,
             device=device,
         )
-        self._activation = params.activation
+        self.activation = params.activation
         self._function = activation_function(params.activation)
         self._gate = gate_kernel(params.activation, device)
-        self._quantized_gate = quantized_gate_kernel(params.activation, device)
-        self._down = RowParallelLinear(
+        self.down = RowParallelLinear(
             output_name,
             params.intermediate_size,
             params.hidden_size,
             has_bias=params.has_bias,
-            reduces=reduces,
             group=group,
             quantization=quantization,
             dtype=dtype,
             device=device,
         )
 
-    def takes_quantized(self, num_rows: int) -> bool:
-        """Return whether a call with this number of rows takes them as `QuantizedRows`, too."""
-        return self._inner.takes_quantized(num_rows)
-
-    def takes_unnormed(self, num_rows: int) -> bool:
-        """Return whether a call with this number of rows takes an `UnnormedRow`, too."""
-        return self._inner.takes_unnormed(num_rows)
-
-    def __call__(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
-        return self._down(self._columns(x))
+        return self.down(self.columns(x))
 
-    def add_or_return(
-        self, stream: torch.Tensor, x: torch.Tensor | QuantizedRows | UnnormedRow
-    ) -> torch.Tensor | SplitRows | None:
-        """Add the output to the stream, in place, if one kernel does both; else return it."""
-        return self._down.add_or_return(stream, self._columns(x))
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the output."""
+        return self.down.kernel(self.columns(x))
 
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self._inner, self._down
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of the last layer, `[num_tokens, intermediate_size / ranks]`."""
+        return self.activate(self.inner(x))
 
     @abstractmethod
-    def _columns(
-        self, x: torch.Tensor | QuantizedRows | UnnormedRow
-    ) -> torch.Tensor | QuantizedRows:
-        """Return the input of the last layer, `[num_tokens, intermediate_size / ranks]`."""
+    def activate(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return `columns` for the output of the first layers."""
+
+    def sublayers(self) -> tuple[Layer, ...]:
+        return self.inner, self.down
 
 
 class GatedMLP(MLP):
@@ -118,17 +101,16 @@ class GatedMLP(MLP):
     # SiLU and a fused multiplication, and make a step in float32 7% faster.
     _num_inner = 2
 
-    def _columns(
-        self, x: torch.Tensor | QuantizedRows | UnnormedRow
-    ) -> torch.Tensor | QuantizedRows:
-        if self._quantized_gate is not None and self._down.takes_quantized(len(x)):
-            return self._quantized_gate(self._inner(x))
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
         # Linear kernels can fuse this activation.
-        if self._activation == "silu" and not isinstance(x, QuantizedRows):
-            return self._inner.gated(x)
+        if self.activation == "silu":
+            return self.inner.kernel.gated(x)
+        return self.activate(self.inner(x))
+
+    def activate(self, columns: torch.Tensor) -> torch.Tensor:
         if self._gate is not None:
-            return self._gate(self._inner(x))
-        gate, up = self._inner(x).chunk(2, dim=1)
+            return self._gate(columns)
+        gate, up = columns.chunk(2, dim=1)
         return self._function(gate).mul_(up)
 
 
@@ -137,5 +119,5 @@ class PlainMLP(MLP):
 
     _num_inner = 1
 
-    def _columns(self, x: torch.Tensor | QuantizedRows | UnnormedRow) -> torch.Tensor:
-        return self._function(self._inner(x))
+    def activate(self, columns: torch.Tensor) -> torch.Tensor:
+        return self._function(columns)

@@ -17,6 +17,7 @@ from workers.layers.norm import LayerNorm
 from workers.layers.position_embedding import PositionEmbedding
 from workers.layers.weight import CompositeLayer, Layer, WeightShard
 from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
+from workers.models.fused_layers import FusedNorm
 from workers.models.score_head import ScoreHead
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Bert(CompositeLayer):
         The others are `[num_tokens]` int64. Without `token_types` all are of type 0.
         """
         words = self._words(token_ids).add_(self._token_types(token_types))
-        hidden = self._norm(words, self._positions(positions))
+        hidden = self._norm(words.add_(self._positions(positions)))
         for index, layer in enumerate(self._layers):
             self._progress.enter(Phase.LAYER, index)
             hidden = layer(hidden, self._no_cache, metadata)
@@ -177,19 +178,20 @@ class _BertLayer(CompositeLayer):
             (f"{name}.intermediate.dense",),
             f"{name}.output.dense",
             mlp_params,
-            reduces=True,
             group=group,
             dtype=dtype,
             device=device,
         )
         self._mlp_norm = _norm(f"{name}.output.LayerNorm", config, dtype, device)
+        self._add_norms = FusedNorm(self._attention_norm), FusedNorm(self._mlp_norm)
 
     def __call__(
         self, hidden: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
-        return self._mlp_norm(hidden, self._mlp(hidden))
+        add_attention_norm, add_mlp_norm = self._add_norms
+        hidden = add_attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
+        return add_mlp_norm(hidden, self._mlp(hidden))
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._attention

@@ -1,7 +1,4 @@
-"""One decoder for every family; what differs between them is data in `ModelConfig`.
-
-`ResidualNorm` adds to the residual stream and norms it, so that one kernel can do both.
-"""
+"""One decoder for every family; what differs between them is data in `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -12,24 +9,23 @@ import torch
 from pagedray.rank_progress import Phase
 from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
+from workers.layers.rope import NoRotation, RotaryEmbedding
 from workers.layers.weight import CompositeLayer
-from workers.models.decoder_layer import decoder_layer_class, summed_by_norm
-from workers.models.halved_layers import HalvedLayers
-from workers.models.norm_factory import make_norm
-from workers.models.rotations import LayerRotations
+from workers.models.decoder_layer import decoder_layer_class, make_norm
+from workers.models.fused_layers import FusedLayers, reserve_sums
 from workers.models.score_head import ScoreHead
 from workers.models.step_attention import CachedAttention
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.model_config import ModelConfig
+    from workers.layers.rope import Rotation
     from workers.layers.sharded_logits import ShardedLogits
     from workers.layers.weight import Layer
-    from workers.models.attended import Attended
-    from workers.models.decoder_layer import DecoderLayer
+    from workers.models.fused_layers import LayerTail
     from workers.models.step_attention import SelectedAttention, StepAttention
     from workers.parallel.group import ParallelGroup
 
@@ -46,7 +42,9 @@ class Decoder(CompositeLayer):
         *,
         backend: type[AttentionBackend],
         device: torch.device,
+        fuses: bool | None = None,
     ) -> None:
+        """`fuses`: run fused layers instead of the plain ones; None is for CPUs and CUDA."""
         dtype = getattr(torch, config.dtype)
         names = config.names
         self.config = config
@@ -57,9 +55,9 @@ class Decoder(CompositeLayer):
         self._embedding_norm = None
         if names.embedding_norm is not None:
             self._embedding_norm = make_norm(
-                names.embedding_norm, config, group, dtype=dtype, device=device
+                names.embedding_norm, config, dtype=dtype, device=device
             )
-        self._rotations = LayerRotations(
+        self._rotations = _LayerRotations(
             config, num_query_heads=config.num_heads // group.size, dtype=dtype, device=device
         )
         layer_class = decoder_layer_class(config)
@@ -67,15 +65,10 @@ class Decoder(CompositeLayer):
             layer_class(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
-        self._halves = _halved_layers(self._layers, config, group)
-        self._norm = make_norm(
-            names.final_norm,
-            config,
-            group,
-            dtype=dtype,
-            device=device,
-            sums_over=summed_by_norm(config, group),
-        )
+        self._norm = make_norm(names.final_norm, config, dtype=dtype, device=device)
+        self._group = group
+        self._fuses = device.type in ("cpu", "cuda") if fuses is None else fuses
+        self._fused: FusedLayers | None = None
         self._head = None
         self._score_head = None
         if config.task == "score":
@@ -85,8 +78,19 @@ class Decoder(CompositeLayer):
 
     def prepare_steps(self, max_num_tokens: int) -> None:
         """Prepare steps of up to so many tokens. Call it before the group is joined."""
-        if self._halves is not None:
-            self._halves.prepare_steps(max_num_tokens)
+        if self._fuses:
+            reserve_sums(self._layers, self.config, self._group, max_num_tokens)
+
+    def finalize(self) -> None:
+        super().finalize()
+        if self._fuses:
+            self._fused = FusedLayers(self._layers, self._norm, self.config, self._group)
+
+    @property
+    def fused(self) -> FusedLayers:
+        """The fused layers, which must be there."""
+        assert self._fused is not None
+        return self._fused
 
     def forward(
         self,
@@ -102,19 +106,20 @@ class Decoder(CompositeLayer):
         int64, selects the tokens whose logits are computed; None selects all. `last_attention`
         computes the attention of the last layer for the selected tokens alone, if given.
         """
-        halves = self._halves
-        if halves is not None and halves.takes(len(token_ids)):
-            residual = self._embedded(token_ids)
-            rotations = self._rotations.rotations(positions)
-            attended = halves.run(residual, rotations, attention, last_attention)
-        else:
-            attended = self.run_layers(token_ids, positions, attention, last_attention)
+        residual = self._embedded(token_ids)
+        rotations = self._rotations.rotations(positions)
+        fused = self._fused
+        if fused is None:
+            hidden = self._run_plainly(residual, rotations, attention)
+            return hidden if logits_indices is None else hidden[logits_indices]
+        run = fused.run_two_batches if fused.overlaps(len(residual)) else fused.run
+        tail = run(residual, rotations, attention, last_attention)
         if logits_indices is not None:
             if last_attention is None:
-                attended = attended.select(logits_indices)
+                tail = tail.select(logits_indices)
             else:
-                attended = attended.select_beside(logits_indices)
-        return self.finish(attended)
+                tail = tail.select_residual(logits_indices)
+        return fused.finish(tail)
 
     def encode_texts(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -135,38 +140,19 @@ class Decoder(CompositeLayer):
         return self._score_head(vectors.to(self.dtype))
 
     def run_layers(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: StepAttention,
-        last_attention: SelectedAttention | None = None,
-    ) -> Attended:
-        """Run all layers but what follows the attention of the last one.
-
-        Only the tokens whose logits are computed need that: no attention reads what it returns.
-        `last_attention` is that of the last layer, if another one than that of the others.
-        """
-        residual = self._embedded(token_ids)
-        delta = None
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> LayerTail:
+        """Run the fused layers up to the attention of the last layer."""
         rotations = self._rotations.rotations(positions)
+        return self.fused.run(self._embedded(token_ids), rotations, attention)
+
+    def _run_plainly(
+        self, x: torch.Tensor, rotations: Iterable[Rotation], attention: StepAttention
+    ) -> torch.Tensor:
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
-            is_last = layer is self._layers[-1]
-            if is_last and last_attention is not None:
-                attention = last_attention
-            attended = layer.attend(residual, delta, rotation, attention)
-            if not is_last:
-                delta = layer.finish(attended)
-        return attended
-
-    def finish(self, attended: Attended) -> torch.Tensor:
-        """Return the normed hidden states of tokens that `run_layers` returned, or some of these.
-
-        They are `[num_tokens, hidden_size]`. The tensors of `attended` may change in place.
-        """
-        if not len(attended.residual):
-            return attended.residual
-        return self._norm(attended.residual, self._layers[-1].finish(attended))
+            x = layer(x, rotation, attention)
+        return self._norm(x)
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         residual = self._embedding(token_ids)
@@ -185,12 +171,12 @@ class Decoder(CompositeLayer):
         others = (self._head, self._norm)
         layers = (layer for layer in self.sublayers() if layer not in others)
         work = sum((layer.weight_work() for layer in layers), WeightWork())
-        return work - self._layers[-1].finish_work()
+        return work - self._layers[-1].tail_work()
 
     def sampled_work(self) -> WeightWork:
         """Return what all other weights cost a step, which only tokens with logits need."""
         assert self._head is not None
-        work = self._layers[-1].finish_work() + self._norm.weight_work()
+        work = self._layers[-1].tail_work() + self._norm.weight_work()
         return work + self._head.weight_work()
 
     def sublayers(self) -> Iterator[Layer]:
@@ -220,17 +206,45 @@ def _make_embedding(
     )
 
 
-def _halved_layers(
-    layers: Sequence[DecoderLayer], config: ModelConfig, group: ParallelGroup
-) -> HalvedLayers | None:
-    """Return what runs all layers on halves of a step; None if that would not be faster."""
-    if group.size == 1:
-        return None
-    # Other formats would be dequantized for each half.
-    if config.quantization is not None and not config.quantization.is_fp8:
-        return None
-    halves = [half for layer in layers if (half := layer.halved()) is not None]
-    return HalvedLayers(halves, group) if len(halves) == len(layers) else None
+class _LayerRotations:
+    """Each rotary embedding of a model, made once and shared by the layers that use it.
+
+    Models with ALiBi have none: their attention adds a bias by distance.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_query_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        of_layers = [config.rope_of(layer) for layer in range(config.num_layers)]
+        ropes = list(dict.fromkeys(of_layers))
+        self._indices = [ropes.index(rope) for rope in of_layers]
+        self._embeddings = [
+            RotaryEmbedding(
+                rope,
+                head_size=config.head_size,
+                num_query_heads=num_query_heads,
+                max_positions=config.max_positions,
+                dtype=dtype,
+                device=device,
+            )
+            if rope is not None
+            else None
+            for rope in ropes
+        ]
+
+    def rotations(self, positions: torch.Tensor) -> Iterator[Rotation]:
+        """Yield each layer's rotation to these positions, `[num_tokens]` int64."""
+        rotations = [
+            NoRotation() if embedding is None else embedding.rotation_at(positions)
+            for embedding in self._embeddings
+        ]
+        for index in self._indices:
+            yield rotations[index]
 
 
 def _make_head(

@@ -66,7 +66,6 @@ class EncoderSelfAttention(CompositeLayer):
             hidden_size,
             hidden_size,
             has_bias=True,
-            reduces=True,
             group=group,
             dtype=dtype,
             device=device,

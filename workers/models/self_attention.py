@@ -10,29 +10,23 @@ import torch
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.layer import Attention
 from pagedray.rank_roofline import WeightWork
-from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.norm import QKNorm
 from workers.layers.weight import CompositeLayer, WeightShard, part_of
 from workers.layers.whole_qk_norm import WholeQKNorm
-from workers.models.qkv_columns import qkv_columns
-from workers.models.step_attention import SelectedAttention
+from workers.models.step_attention import HeadInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend
-    from attention.kernels.new_tokens import Rotary
-    from attention.kernels.quantized_rows import QuantizedRows
-    from attention.kernels.split_rows import SplitRows
-    from attention.kernels.unnormed_row import UnnormedRow
     from pagedray.model_config import ModelConfig
-    from workers.layers.linear_kernels.linear_kernel import LinearKernel
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["DecoderSelfAttention", "attention_params", "attention_spec"]
+__all__ = ["DecoderSelfAttention", "attention_params", "attention_spec", "qkv_columns"]
 
 
 def attention_params(
@@ -80,8 +74,7 @@ def attention_spec(
 class DecoderSelfAttention(CompositeLayer):
     """Self attention, with heads sharded over the ranks.
 
-    KV heads are replicated if there are fewer than ranks. Without `reduces`, the output is this
-    rank's part of the sum.
+    KV heads are replicated if there are fewer than ranks.
     """
 
     def __init__(
@@ -91,7 +84,6 @@ class DecoderSelfAttention(CompositeLayer):
         layer_index: int,
         group: ParallelGroup,
         *,
-        reduces: bool,
         backend: type[AttentionBackend],
         dtype: torch.dtype,
         device: torch.device,
@@ -99,10 +91,11 @@ class DecoderSelfAttention(CompositeLayer):
         params = attention_params(config, layer_index, group)
         size = config.head_size
         self._num_rotated = params.num_heads + params.num_kv_heads
-        self._head_size = size
-        self._rotated_size = self._num_rotated * size
-        self._kv_size = params.num_kv_heads * size
-        self._qkv = ColumnParallelLinear(
+        self.head_size = size
+        self.query_size = params.num_heads * size
+        self.kv_size = params.num_kv_heads * size
+        self.rotated_size = self._num_rotated * size
+        self.qkv = ColumnParallelLinear(
             config.hidden_size,
             qkv_columns(prefix, config, group),
             has_bias=config.has_qkv_bias,
@@ -111,9 +104,6 @@ class DecoderSelfAttention(CompositeLayer):
             device=device,
         )
         self._limit = config.qkv_limit
-        self._is_last = layer_index == config.num_layers - 1
-        self._parts: tuple[LinearKernel, LinearKernel] | None = None
-        """The products of queries and of keys and values, if the last layer can have both."""
         self._head_norm = _head_norm(prefix, config, params, group, dtype=dtype, device=device)
         self._neighbors = _neighbor_order(config, params, device)
         self._sinks = None
@@ -125,143 +115,47 @@ class DecoderSelfAttention(CompositeLayer):
         if quantization is not None and quantization.has_cache_scales:
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
-        self._attention = Attention(
-            params, layer_index=layer_index, backend=backend, sinks=self._sinks
-        )
-        self._output_scale = config.residual_scale
-        self._output = RowParallelLinear(
+        self.layer = Attention(params, layer_index=layer_index, backend=backend, sinks=self._sinks)
+        self.output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
             config.hidden_size,
             has_bias=config.has_output_bias,
-            reduces=reduces,
             group=group,
             quantization=config.quantization,
             dtype=dtype,
             device=device,
         )
 
-    def takes_quantized(self, num_rows: int) -> bool:
-        """Return whether a call with this number of rows takes them as `QuantizedRows`, too."""
-        return self._qkv.takes_quantized(num_rows)
-
-    def takes_unnormed(self, num_rows: int) -> bool:
-        """Return whether a call with this number of rows takes an `UnnormedRow`, too."""
-        return self._qkv.takes_unnormed(num_rows)
-
     def __call__(
-        self,
-        hidden: torch.Tensor | QuantizedRows | UnnormedRow,
-        rotation: Rotation,
-        attention: StepAttention,
+        self, x: torch.Tensor, rotation: Rotation, attention: StepAttention
     ) -> torch.Tensor:
-        """Return the attention of all tokens of a step, as `output` takes it.
-
-        `hidden` is `[num_tokens, hidden_size]`.
-        """
-        if isinstance(hidden, torch.Tensor):
-            if isinstance(attention, SelectedAttention) and self._parts is not None:
-                selected = rotation.select(attention.indices)
-                if selected is not None:
-                    rotations = selected, rotation
-                    return self._attend_selected(hidden, self._parts, rotations, attention)
-            rotary = self.rotary_of_products(rotation, (len(hidden),))
-            if rotary is not None:
-                qkv = hidden.new_empty(len(hidden), self.num_qkv_columns)
-                self.write_qkv(hidden, qkv, rotary)
-                return self.attend(qkv, None, attention)
-        return self.attend(self._qkv(hidden), rotation, attention)
+        """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
+        return self.output(self.attend(self.qkv(x), rotation, attention))
 
     @property
-    def num_qkv_columns(self) -> int:
-        """The number of columns of queries, keys and values on this rank."""
-        return self._qkv.num_columns
-
-    def rotary_of_products(self, rotation: Rotation, sizes: Iterable[int]) -> Rotary | None:
-        """Return what `write_qkv` needs to rotate the heads itself.
-
-        None if that takes longer for one of the numbers of tokens, or something comes in between.
-        """
-        if rotation.rotary is None or self._head_norm is not None or self._limit is not None:
-            return None
-        head_size, num_rotated = self._head_size, self._rotated_size
-        if not all(self._qkv.rotates(size, head_size, num_rotated) for size in sizes):
-            return None
-        return rotation.rotary
-
-    def write_qkv(
-        self, hidden: torch.Tensor | QuantizedRows, out: torch.Tensor, rotary: Rotary | None
-    ) -> None:
-        """Write the queries, keys and values of some tokens to `out`, as `attend` takes them.
-
-        `hidden` is `[num_tokens, hidden_size]`, and `out` `[num_tokens, num_qkv_columns]`. Queries
-        and keys are rotated if `rotary` is given, which is that of these tokens.
-        """
-        if rotary is None:
-            self._qkv.write(hidden, out)
-        else:
-            assert isinstance(hidden, torch.Tensor)
-            self._qkv.write_rotated(hidden, rotary, self._rotated_size, out)
+    def rotates_products(self) -> bool:
+        """Whether the products of queries and keys are rotated as they are."""
+        return self._head_norm is None and self._limit is None
 
     def attend(
         self, qkv: torch.Tensor, rotation: Rotation | None, attention: StepAttention
     ) -> torch.Tensor:
-        """Return the attention of all tokens of a step, as `output` takes it; may change `qkv`.
+        """Return the attention of this rank's heads, `[num_tokens, num_heads * head_size]`.
 
-        `qkv` is `[num_tokens, num_qkv_columns]`. Without a rotation, its queries and keys are
-        already rotated.
+        `qkv` is what the product `qkv` returns, and may change. Without a rotation, its queries
+        and keys are already rotated.
         """
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
         # Queries and keys are adjacent, so that one call norms and one rotates both.
-        heads = qkv.narrow(1, 0, self._rotated_size).unflatten(
-            1, (self._num_rotated, self._head_size)
+        heads = qkv.narrow(1, 0, self.rotated_size).unflatten(
+            1, (self._num_rotated, self.head_size)
         )
         if self._head_norm is not None:
             heads = self._head_norm(heads)
-        values = qkv.narrow(1, self._rotated_size, self._kv_size)
-        if rotation is None:
-            return attention.attend_heads(self._attention, heads, values)
-        return attention.attend_rotated(self._attention, heads, values, rotation)
-
-    def _attend_selected(
-        self,
-        hidden: torch.Tensor,
-        parts: tuple[LinearKernel, LinearKernel],
-        rotations: tuple[Rotation, Rotation],
-        attention: SelectedAttention,
-    ) -> torch.Tensor:
-        """Return the attention of the selected tokens, and compute no other queries.
-
-        `parts` and `rotations` are those of queries, then those of keys.
-        """
-        (query_part, kv_part), (query_rotation, key_rotation) = parts, rotations
-        by_head = (-1, self._head_size)
-        key, value = kv_part(hidden).split(self._kv_size, dim=1)
-        key = key_rotation(key.unflatten(1, by_head)).flatten(1)
-        # A chunk before a prompt's end has none, and kernels take at least one row.
-        query = hidden.new_empty(0, self._rotated_size - self._kv_size)
-        if len(attention.indices):
-            query = query_part(hidden.index_select(0, attention.indices))
-            query = query_rotation(query.unflatten(1, by_head)).flatten(1)
-        return attention.attend_selected(self._attention, query, key, value)
-
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """Return the output, `[num_tokens, hidden_size]`, for the attention of some tokens."""
-        out = self._output(attended)
-        return out if self._output_scale == 1.0 else out.mul_(self._output_scale)
-
-    def add_or_return_output(
-        self, stream: torch.Tensor, attended: torch.Tensor
-    ) -> torch.Tensor | SplitRows | None:
-        """Add the output to the stream, in place, if one kernel does both; else return it."""
-        if self._output_scale != 1.0:
-            return self.output(attended)
-        return self._output.add_or_return(stream, attended)
-
-    def output_work(self) -> WeightWork:
-        """Return what the weights of the output cost a step."""
-        return self._output.weight_work()
+        values = qkv.narrow(1, self.rotated_size, self.kv_size).unflatten(1, (-1, self.head_size))
+        return attention.attend(self.layer, HeadInputs(heads, values, rotation))
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()
@@ -285,21 +179,44 @@ class DecoderSelfAttention(CompositeLayer):
 
     def finalize(self) -> None:
         if self._neighbors is not None:
-            self._qkv.reorder(self._neighbors)
+            self.qkv.kernel.reorder(self._neighbors)
             self._neighbors = None
         super().finalize()
-        if self._is_last and self._head_norm is None and self._limit is None:
-            query_size = self._rotated_size - self._kv_size
-            queries = self._qkv.kernel_of(slice(query_size))
-            others = self._qkv.kernel_of(slice(query_size, self.num_qkv_columns))
-            if queries is not None and others is not None:
-                self._parts = queries, others
 
     def sublayers(self) -> Iterator[Layer]:
-        yield self._qkv
+        yield self.qkv
         if self._head_norm is not None:
             yield self._head_norm
-        yield self._output
+        yield self.output
+
+
+def qkv_columns(prefix: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
+    """Return the columns of this rank's heads: all queries, then all keys, then all values.
+
+    KV heads are replicated if there are more ranks than KV heads.
+    """
+    names = [f"{prefix}.{name}" for name in config.names.qkv]
+    if config.names.is_qkv_by_head:
+        (name,) = names
+        return _columns_by_head(name, config, group)
+    size = config.head_size
+    query_size, kv_size = config.num_heads * size, config.num_kv_heads * size
+    first = group.rank * config.num_kv_heads // group.size * size
+    key_value = slice(first, first + max(1, config.num_kv_heads // group.size) * size)
+    query = part_of(query_size, group)
+    return columns_of(names, [(query_size, query), (kv_size, key_value), (kv_size, key_value)])
+
+
+def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
+    """Return the columns of a fused tensor with output columns `[num_heads, 3, head_size]`."""
+    assert config.num_kv_heads == config.num_heads
+    size = config.head_size
+    heads = part_of(config.num_heads, group)
+    firsts = [
+        (3 * head + kind) * size for kind in range(3) for head in range(heads.start, heads.stop)
+    ]
+    total = 3 * config.num_heads * size
+    return [Columns(name=name, total=total, part=slice(i, i + size)) for i in firsts]
 
 
 def _head_norm(

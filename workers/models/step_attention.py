@@ -3,51 +3,49 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+from attention.abstract import AttentionInputs
+from workers.layers.rope import Rotation
+
+if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata
     from attention.layer import Attention
-    from workers.layers.rope import Rotation
 
-__all__ = ["CachedAttention", "SelectedAttention", "StepAttention"]
+__all__ = ["CachedAttention", "HeadInputs", "SelectedAttention", "StepAttention"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadInputs:
+    """The inputs of a layer whose tokens have queries, keys and values by head."""
+
+    heads: torch.Tensor
+    """Queries, then keys, `[num_tokens, num_heads + num_kv_heads, head_size]`; may change."""
+    value: torch.Tensor
+    """`[num_tokens, num_kv_heads, head_size]`."""
+    rotation: Rotation | None
+    """Of queries and keys; None if they are rotated."""
+
+    def split(
+        self, layer: Attention, *, is_rotated: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries and the keys, rotated or as they are."""
+        heads = self.heads
+        if is_rotated and self.rotation is not None:
+            heads = self.rotation(heads)
+        query, key = heads.split((layer.params.num_heads, layer.params.num_kv_heads), dim=1)
+        return query, key
 
 
 class StepAttention(ABC):
     """Computes the attention of every layer in one forward pass."""
 
     @abstractmethod
-    def attend(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the layer's attention, `[num_tokens, num_heads * head_size]`.
-
-        Shapes are those of `Attention.forward`.
-        """
-
-    def attend_rotated(
-        self, layer: Attention, heads: torch.Tensor, value: torch.Tensor, rotation: Rotation
-    ) -> torch.Tensor:
-        """Rotate queries and keys, and return what `attend` does.
-
-        `heads` is `[num_tokens, num_heads + num_kv_heads, head_size]`, queries before keys; it may
-        change in place.
-        """
-        return self.attend_heads(layer, rotation(heads), value)
-
-    def attend_heads(
-        self, layer: Attention, heads: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what `attend` does; `heads` is as in `attend_rotated`, and already rotated."""
-        num_heads, num_kv_heads = layer.params.num_heads, layer.params.num_kv_heads
-        query, key = heads.split((num_heads, num_kv_heads), dim=1)
-        return self.attend(layer, query.flatten(1), key.flatten(1), value)
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        """Return the layer's attention, `[num_tokens, num_heads * head_size]`."""
 
 
 class SelectedAttention(StepAttention):
@@ -57,26 +55,17 @@ class SelectedAttention(StepAttention):
         """`indices` are the tokens, `[num_selected]` int64 on their device."""
         self.indices = indices
 
-    def attend(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.attend_selected(layer, query.index_select(0, self.indices), key, value)
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        query, key = inputs.split(layer)
+        return self.attend_selected(layer, query.index_select(0, self.indices), key, inputs.value)
 
     @abstractmethod
     def attend_selected(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Return what `attend` does, `[num_selected, num_heads * head_size]`.
 
-        Queries are those of the selected tokens, keys and values those of all tokens.
+        Queries are those of the selected tokens, keys and values those of all tokens, by head.
         """
 
 
@@ -90,32 +79,13 @@ class CachedAttention(StepAttention):
         self._kv_cache = kv_cache
         self._metadata = metadata
 
-    def attend(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        return layer.forward(query, key, value, self._kv_cache, self._metadata)
-
-    def attend_rotated(
-        self, layer: Attention, heads: torch.Tensor, value: torch.Tensor, rotation: Rotation
-    ) -> torch.Tensor:
-        rotary, index = rotation.rotary, layer.layer_index
-        if rotary is None or not self._kv_cache.numel() or not self._metadata.rotates_layer(index):
-            return super().attend_rotated(layer, heads, value, rotation)
-        num_heads, num_kv_heads = layer.params.num_heads, layer.params.num_kv_heads
-        query, key = heads.split((num_heads, num_kv_heads), dim=1)
-        out: torch.Tensor = query.new_empty(query.shape)
-        self._metadata.attend_unrotated(
-            index,
-            query,
-            key,
-            value.unflatten(1, key.shape[1:]),
-            rotary,
-            self._kv_cache,
-            out,
-            sinks=layer.sinks,
-        )
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        index = layer.layer_index
+        rotary = None if inputs.rotation is None else inputs.rotation.rotary
+        if not self._kv_cache.numel() or not self._metadata.rotates_layer(index):
+            rotary = None
+        query, key = inputs.split(layer, is_rotated=rotary is None)
+        out = query.new_empty(query.shape)
+        given = AttentionInputs(query, key, inputs.value, sinks=layer.sinks, rotary=rotary)
+        self._metadata.attend(index, given, self._kv_cache, out)
         return out.flatten(1)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.layer import Attention
-    from workers.models.attended import Attended
+    from workers.models.fused_layers import LayerTail
+    from workers.models.step_attention import HeadInputs
     from workers.runner.input_batch import StepInputs
     from workers.runner.step_graphs import CaptureSetup
 
@@ -67,18 +68,15 @@ class PieceGraphs(StepGraphs[Recording]):
         self._slots[num_tokens:size].fill_(-1)
         for layer, piece in enumerate(recording.pieces):
             self._progress.enter(Phase.LAYER, layer)
-            graph, layer_index, query, key, value, sinks, attended = piece
-            graph.replay()
-            metadata.attend_layer(
-                layer_index, query, key, value, self._kv_cache, attended, sinks=sinks
-            )
+            piece.graph.replay()
+            metadata.attend(piece.layer_index, piece.inputs, self._kv_cache, piece.attended)
         if indices is None:
             recording.last.replay()
             return recording.hidden[:num_tokens]
         return self._finish(recording.attended, indices)
 
-    def _finish(self, attended: Attended, indices: torch.Tensor) -> torch.Tensor:
-        """Run `Decoder.finish` for some of the tokens.
+    def _finish(self, attended: LayerTail, indices: torch.Tensor) -> torch.Tensor:
+        """Return what `FusedLayers.finish` does for some of the tokens.
 
         The last graph of the captured size that these few need computes it.
         """
@@ -102,10 +100,10 @@ class PieceGraphs(StepGraphs[Recording]):
     def _capture(self, size: int) -> Recording:
         token_ids, positions = self._token_ids[:size], self._positions[:size]
 
-        def run_layers(attention: StepAttention) -> Attended:
+        def run_layers(attention: StepAttention) -> LayerTail:
             return self._model.run_layers(token_ids, positions, attention)
 
-        write, finish = self._writer(size), self._model.finish
+        write, finish = self._writer(size), self._model.fused.finish
         self._run_first(lambda: finish(run_layers(_WriteAlone(write))))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -117,7 +115,7 @@ class PieceGraphs(StepGraphs[Recording]):
         attention = _WriteAlone(self._writer(size))
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         with dropped_capture(self._stream):
-            self._model.finish(self._model.run_layers(token_ids, positions, attention))
+            self._model.fused.finish(self._model.run_layers(token_ids, positions, attention))
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
         """Return a function that writes a layer's keys and values to this many slots."""
@@ -137,12 +135,7 @@ class _WriteAlone(StepAttention):
     def __init__(self, write: Callable[[Attention, torch.Tensor, torch.Tensor], None]) -> None:
         self._write = write
 
-    def attend(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        self._write(layer, key, value)
-        return query.new_zeros(query.shape)
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        query, key = inputs.split(layer)
+        self._write(layer, key, inputs.value)
+        return query.new_zeros(query.shape).flatten(1)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attention.abstract import AttentionInputs
 from workers.models.step_attention import StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.layer import Attention
-    from workers.models.attended import Attended
+    from workers.models.fused_layers import LayerTail
+    from workers.models.step_attention import HeadInputs
 
 __all__ = ["Piece", "PieceRecorder", "Recording"]
 
@@ -28,13 +30,8 @@ class Piece(NamedTuple):
     graph: torch.cuda.CUDAGraph
     """Ends with the write of keys and values to the cache."""
     layer_index: int
-    query: torch.Tensor
-    """`[num_padded, num_heads, head_size]`, written by the graph, and so are the next two."""
-    key: torch.Tensor
-    """`[num_padded, num_kv_heads, head_size]`, and so is `value`."""
-    value: torch.Tensor
-    sinks: torch.Tensor | None
-    """The attention sinks of the layer; None if it has none."""
+    inputs: AttentionInputs
+    """Queries, keys and values of `num_padded` tokens, which the graph writes."""
     attended: torch.Tensor
     """Input of the next graph, of the query's shape."""
 
@@ -44,8 +41,8 @@ class Recording(NamedTuple):
 
     pieces: tuple[Piece, ...]
     last: torch.cuda.CUDAGraph
-    """Graph of the piece behind the last attention."""
-    attended: Attended
+    """What follows the last attention."""
+    attended: LayerTail
     """The tokens that the last graph reads, and overwrites."""
     hidden: torch.Tensor
     """`[num_padded, hidden_size]`, which the last graph writes for these tokens."""
@@ -70,8 +67,8 @@ class PieceRecorder(StepAttention):
 
     def record(
         self,
-        run_layers: Callable[[StepAttention], Attended],
-        finish: Callable[[Attended], torch.Tensor],
+        run_layers: Callable[[StepAttention], LayerTail],
+        finish: Callable[[LayerTail], torch.Tensor],
     ) -> Recording:
         """Record the launches of `run_layers`, called with this recorder, and then of `finish`."""
         self._begin()
@@ -83,27 +80,19 @@ class PieceRecorder(StepAttention):
         unowned = attended.map(_unowned)
         return Recording(tuple(self._pieces), self._graph, unowned, _unowned(hidden))
 
-    def attend(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        self._write(layer, key, value)
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        query, key = inputs.split(layer)
+        self._write(layer, key, inputs.value)
         self._graph.capture_end()
         ended, self._graph = self._graph, torch.cuda.CUDAGraph()
         self._begin()
         # The pool has this memory, since it is allocated while the next graph is captured. All
         # that the attention reads is still in use and lies elsewhere.
         attended = query.new_empty(query.shape)
-        query, key, value, attended_heads = (
-            _unowned(tensor).unflatten(1, (-1, layer.params.head_size))
-            for tensor in (query, key, value, attended)
-        )
-        piece = Piece(ended, layer.layer_index, query, key, value, layer.sinks, attended_heads)
-        self._pieces.append(piece)
-        return attended
+        query, key, value = (_unowned(tensor) for tensor in (query, key, inputs.value))
+        cached = AttentionInputs(query, key, value, sinks=layer.sinks, is_cached=True)
+        self._pieces.append(Piece(ended, layer.layer_index, cached, _unowned(attended)))
+        return attended.flatten(1)
 
     def _begin(self) -> None:
         # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.

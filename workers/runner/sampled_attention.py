@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attention.abstract import AttentionInputs
 from workers.models.step_attention import SelectedAttention
 
 if TYPE_CHECKING:
@@ -82,13 +83,8 @@ class _SampledStep(SelectedAttention):
         value: torch.Tensor,
     ) -> torch.Tensor:
         self._write(layer, key, value)
-        attended = query.new_empty(query.shape)
+        out = query.new_empty(query.shape)
         if self._metadata is not None:
-            size = layer.params.head_size
-            query, key, value, out = (
-                tensor.unflatten(1, (-1, size)) for tensor in (query, key, value, attended)
-            )
-            self._metadata.attend_layer(
-                layer.layer_index, query, key, value, self._kv_cache, out, sinks=layer.sinks
-            )
-        return attended
+            inputs = AttentionInputs(query, key, value, sinks=layer.sinks, is_cached=True)
+            self._metadata.attend(layer.layer_index, inputs, self._kv_cache, out)
+        return out.flatten(1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
+from attention.abstract import AttentionInputs, AttentionMetadata, AttentionParams, AttentionType
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.kernels.decode_items import DecodeScratch
@@ -16,7 +16,7 @@ from pagedray.model_config import RopeConfig
 from tests.attention.gpu_steps import check_graph_inputs
 from tests.attention.rig import Rig, params_of
 from workers.layers.rope import RotaryEmbedding
-from workers.models.step_attention import CachedAttention, StepAttention
+from workers.models.step_attention import CachedAttention, HeadInputs
 
 pytest.importorskip("triton")
 
@@ -265,10 +265,12 @@ def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
     slots[:6] = metadata.device_slot_mapping
     for layer_index, (query, key, value) in enumerate(inputs):
         rig.builder.write_layer(layer_index, key, value, rig.cache, slots)
-        heads = [tensor.unflatten(1, (-1, 16)) for tensor in (query, key, value)]
+        query, key, value = (tensor.unflatten(1, (-1, 16)) for tensor in (query, key, value))
         out = torch.full((9, 64), -7.0, device=rig.spec.device)
-        out_heads, sinks = out.unflatten(1, (-1, 16)), rig.layers[layer_index].sinks
-        metadata.attend_layer(layer_index, *heads, rig.cache, out_heads, sinks=sinks)
+        cached = AttentionInputs(
+            query, key, value, sinks=rig.layers[layer_index].sinks, is_cached=True
+        )
+        metadata.attend(layer_index, cached, rig.cache, out.unflatten(1, (-1, 16)))
         assert torch.equal(out[:6], expected[layer_index])
         # Nothing is computed for padding.
         assert (out[6:] == -7.0).all()
@@ -295,7 +297,6 @@ def test_decodes_rotate_their_tokens_themselves(prompt_lens: list[int]) -> None:
     before = rig.cache.clone()
 
     def attended(*, by_kernel: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-        attend = CachedAttention.attend_rotated if by_kernel else StepAttention.attend_rotated
         rig.cache.copy_(before)
         metadata = rig.builder.build(batch)
         assert metadata.rotates_layer(0)
@@ -304,7 +305,11 @@ def test_decodes_rotate_their_tokens_themselves(prompt_lens: list[int]) -> None:
         for layer, rows in zip(rig.layers, inputs, strict=True):
             heads, value = rows.clone().split([96, 32], 1)
             heads = heads.unflatten(1, (6, 16))
-            outs.append(attend(step, layer, heads, value, rotation))
+            value = value.unflatten(1, (2, 16))
+            if by_kernel:
+                outs.append(step.attend(layer, HeadInputs(heads, value, rotation)))
+            else:
+                outs.append(step.attend(layer, HeadInputs(rotation(heads), value, None)))
         return outs, rig.cache.nan_to_num(9.0)
 
     found, cache = attended(by_kernel=True)

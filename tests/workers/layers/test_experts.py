@@ -49,7 +49,6 @@ def empty_layer(
         config,
         hidden_size=HIDDEN,
         shared=None,
-        reduces=True,
         group=group or SoloGroup(),
         dtype=torch.float32,
         device=CPU,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
-from attention.kernels.split_rows import SplitRows
+from attention.kernels.row_types import SplitKPartials
 from pagedray.model_config import RopeConfig
 from workers.layers.linear_kernels import onednn_linear
 from workers.layers.linear_kernels.choice import linear_kernel_class, make_linear_kernel
@@ -25,6 +25,7 @@ from workers.layers.linear_kernels.onednn_linear import (
 )
 from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
+from workers.models.fused_layers import FusedNorm
 
 CPU = torch.device("cpu")
 KINDS = [DenseLinear, OneDnnLinear, PackedGemmLinear, SharedLayoutLinear]
@@ -111,8 +112,8 @@ def test_a_product_is_added_to_the_stream_or_returned(
     streams = torch.randn(num_rows + 2, 64).to(dtype)
     before = streams.clone()
     stream = streams[1:-1, :37]
-    product = kernel.add_or_return(stream, x)
-    assert not isinstance(product, SplitRows)
+    product = kernel.forward_residual(stream, x)
+    assert not isinstance(product, SplitKPartials)
     # A bias would have to be added as well.
     assert (product is None) == (kind is DenseLinear and not has_bias)
     if product is None:
@@ -259,6 +260,7 @@ def test_the_norm_of_the_residual_is_that_of_torch(
     if not has_kernel:
         monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
     norm = RMSNorm("norm", 48, eps, dtype=dtype, device=CPU)
+    add_norm = FusedNorm(norm)
     (shard,) = norm.weight_shards()
     shard.target.normal_()
     stream, delta = torch.randn(2, num_rows, 48).to(dtype)
@@ -268,7 +270,8 @@ def test_the_norm_of_the_residual_is_that_of_torch(
         return functional.rms_norm(x.double(), (48,), shard.target.double(), eps)
 
     assert _near(norm(stream), exact(hidden))
-    assert _near(norm(stream, delta), exact(hidden + delta))
+    assert _near(add_norm(stream), exact(hidden))
+    assert _near(add_norm(stream, delta), exact(hidden + delta))
     assert torch.equal(stream, hidden + delta)
 
 
@@ -288,7 +291,7 @@ def test_an_offset_norm_multiplies_by_one_plus_its_weight(
     stream, delta = torch.randn(2, 5, 48).to(dtype)
     total = stream + delta
     exact = functional.rms_norm(total.double(), (48,), 1.0 + weight, 1e-6)
-    assert _near(norm(stream, delta), exact)
+    assert _near(FusedNorm(norm)(stream, delta), exact)
     assert torch.equal(stream, total)
 
 
@@ -316,7 +319,7 @@ def test_a_layer_norm_adds_to_the_stream_first(dtype: torch.dtype, has_bias: boo
     exact = functional.layer_norm(
         total.double(), (48,), shards["norm.weight"], shards.get("norm.bias"), 1e-5
     )
-    assert _near(norm(stream, delta), exact)
+    assert _near(FusedNorm(norm)(stream, delta), exact)
     assert torch.equal(stream, total)
 
 

@@ -26,7 +26,6 @@ def _filled(
         names,
         "down",
         MLPParams(hidden_size=12, intermediate_size=20, activation=activation, has_bias=False),
-        reduces=True,
         group=SoloGroup(),
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.split_rows import SplitRows
+from attention.kernels.row_types import SplitKPartials
 from workers.layers.linear_kernels.hopper_linear import HopperLinear
 from workers.layers.linear_kernels.split_product import is_faster_split
 from workers.layers.norm import RMSNorm
-from workers.layers.stream_sum import StreamSum
+from workers.models.fused_layers import FusedNorm
 
 CPU = torch.device("cpu")
 
@@ -42,11 +42,11 @@ def test_layers_add_parts_as_they_add_their_sum() -> None:
     norm = RMSNorm("norm", 48, 1e-6, dtype=torch.float32, device=CPU)
     next(norm.weight_shards()).target.normal_()
     before = torch.randn(5, 48)
-    for layer in (norm, StreamSum(None)):
-        for call in (layer, layer.quantized, layer.unnormed):
+    for layer in (FusedNorm(norm), FusedNorm(None)):
+        for call in (layer, layer.quantized):
             stream, expected = before.clone(), before.clone()
             rows = layer(expected, parts.sum(0))
-            torch.testing.assert_close(call(stream, SplitRows(parts)), rows)
+            torch.testing.assert_close(call(stream, SplitKPartials(parts)), rows)
             torch.testing.assert_close(stream, expected)
 
 
@@ -65,9 +65,9 @@ def test_a_norm_adds_the_parts_of_a_product(num_rows: int, dtype: torch.dtype) -
     x = torch.randn(num_rows, 2 * 14336, dtype=dtype, device=device)[:, :14336]
     stream = torch.randn(num_rows, 4096, dtype=dtype, device=device)
     total = stream.double() + functional.linear(x.double(), kernel.weight.double())
-    delta = kernel.add_or_return(stream, x)
-    assert isinstance(delta, SplitRows)
-    normed = norm(stream, delta)
+    delta = kernel.forward_residual(stream, x)
+    assert isinstance(delta, SplitKPartials)
+    normed = FusedNorm(norm)(stream, delta)
     limit = torch.finfo(dtype).eps
     torch.testing.assert_close(stream.double(), total, rtol=limit, atol=limit)
     exact = functional.rms_norm(stream.double(), (4096,), weight, 1e-5)

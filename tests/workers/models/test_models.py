@@ -30,21 +30,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from attention.kernels.split_rows import SplitRows
-    from workers.models.attended import Attended
+    from workers.models.fused_layers import Delta, LayerTail
     from workers.parallel.group import ParallelGroup
 
 
 class RowCount:
     """Notes of how many tokens a layer computes what follows its attention."""
 
-    def __init__(
-        self, finish: Callable[[Attended], torch.Tensor | SplitRows | None], counts: list[int]
-    ) -> None:
+    def __init__(self, finish: Callable[[LayerTail], Delta], counts: list[int]) -> None:
         self._finish = finish
         self._counts = counts
 
-    def __call__(self, tokens: Attended) -> torch.Tensor | SplitRows | None:
+    def __call__(self, tokens: LayerTail) -> Delta:
         self._counts.append(len(tokens.residual))
         return self._finish(tokens)
 
@@ -161,8 +158,8 @@ def test_only_sampled_tokens_pass_the_end_of_the_last_layer(name: str, tmp_path:
     def sampled(group: ParallelGroup) -> tuple[torch.Tensor, list[int]]:
         model = loaded_model(tmp_path, group)
         finished: list[int] = []
-        for layer in model._layers:
-            layer.finish = RowCount(layer.finish, finished)  # type: ignore[method-assign]
+        for layer in model.fused.layers:
+            layer.finish = RowCount(layer.finish, finished)  # type: ignore[method-assign, assignment]
         return run(model, group, logits_indices=rows), finished
 
     for logits, finished in (sampled(SoloGroup()), *on_two_ranks(sampled)):

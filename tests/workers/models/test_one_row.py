@@ -19,8 +19,7 @@ from workers.parallel.group import SoloGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attention.kernels.split_rows import SplitRows
-    from attention.kernels.unnormed_row import UnnormedRow
+    from attention.kernels.row_types import DeferredRMSNorm, SplitKPartials
     from cluster.llm.generation import Completion
 
 pytest.importorskip("triton")
@@ -47,18 +46,18 @@ class CountingLinear(HopperLinear):
 
     counts: ClassVar[Counter[str]] = Counter()
 
-    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+    def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
         self.counts["norm"] += 1
-        return super().of_unnormed(row)
+        return super().forward_with_norm(row)
 
-    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
+    def gated_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
         self.counts["norm and gate"] += 1
-        return super().gated_of_unnormed(row)
+        return super().gated_with_norm(row)
 
-    def add_or_return(
+    def forward_residual(
         self, stream: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor | SplitRows | None:
-        product = super().add_or_return(stream, x)
+    ) -> torch.Tensor | SplitKPartials | None:
+        product = super().forward_residual(stream, x)
         self.counts["sum"] += product is None and len(x) == 1
         return product
 
@@ -66,10 +65,10 @@ class CountingLinear(HopperLinear):
 class PlainLinear(HopperLinear):
     """Leaves norms and sums to kernels of their own."""
 
-    def takes_unnormed(self, num_rows: int) -> bool:
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
         return False
 
-    def add_or_return(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward_residual(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self(x)
 
 

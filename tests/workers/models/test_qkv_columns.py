@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.workers.models.families.config_json import BLOOM, MPT, PHI3, read_config
-from workers.models.qkv_columns import qkv_columns
+from workers.models.self_attention import qkv_columns
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers.linear_kernels import choice
 from workers.layers.linear_kernels.linear_kernel import DenseLinear
-from workers.models import halved_layers
+from workers.models import fused_layers
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def test_halves_rotate_if_that_is_faster_for_both(
     least_rows: int, rotates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The halves have 12 and 11 tokens."""
-    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 2)
-    monkeypatch.setattr(halved_layers, "_TILE_ROWS", 4)
+    monkeypatch.setattr(fused_layers, "_MIN_TOKENS", 2)
+    monkeypatch.setattr(fused_layers, "_TILE_ROWS", 4)
     monkeypatch.setattr(RotatingLinear, "least_rows", least_rows)
     save_checkpoint("llama-6-heads-2-kv-biases", tmp_path)
 

@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.multiprocessors import num_multiprocessors
+from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
+from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
+from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, fp8_tiling, new_arrivals
+from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
+from attention.kernels.triton.gemm.skinny import (
+    MAX_ROWS,
+    fp8_skinny_tuning,
+    skinny_gated,
+    skinny_gemm,
+)
+from attention.kernels.triton.gemm.trials import failed_trials
 from pagedray.errors import DeviceError
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from attention.kernels.quantized_rows import QuantizedRows
+    from attention.kernels.row_types import QuantizedRows
     from workers.layers.formats.fp8_weight import Fp8Weight
 
 __all__ = ["BlockFp8Linear", "Fp8Linear"]
@@ -33,12 +44,6 @@ class Fp8Linear(QuantizedLinear):
         self, stored: Fp8Weight, bias: torch.Tensor | None, *, name: str, device: torch.device
     ) -> None:
         super().__init__(stored, bias, device)
-        # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.gemm.fp8_tiles import new_arrivals
-        from attention.kernels.triton.gemm.gemv import default_gemv_tuning
-        from attention.kernels.triton.gemm.skinny import fp8_skinny_tuning
-        from attention.kernels.triton.gemm.trials import failed_trials
-
         out_size, in_size = stored.values.shape
         if out_size % _SIZE_STEP or in_size % _SIZE_STEP:
             raise DeviceError(
@@ -62,9 +67,6 @@ class Fp8Linear(QuantizedLinear):
         self._arrivals = new_arrivals(out_size, device) if can_tile else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.gemm.gemv import gemv
-        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gemm
-
         fp8 = self._fp8
         if len(x) == 1 and self._gemv_tuning is not None:
             return gemv(x, fp8.values, self.bias, self._gemv_tuning, scales=fp8.scales)
@@ -76,14 +78,10 @@ class Fp8Linear(QuantizedLinear):
     def weight_bytes(self) -> int:
         return self._fp8.values.nbytes + self._fp8.scales.nbytes
 
-    def takes_quantized(self, num_rows: int) -> bool:
-        from attention.kernels.triton.gemm.skinny import MAX_ROWS
-
+    def accepts_quantized(self, num_rows: int) -> bool:
         return num_rows > MAX_ROWS and self._fp8.input_scale is None
 
-    def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
-        from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, fp8_tiling
-
+    def forward_quantized(self, rows: QuantizedRows) -> torch.Tensor:
         fp8 = self._fp8
         if self._arrivals is not None:
             out_size, in_size = fp8.values.shape
@@ -102,14 +100,9 @@ class Fp8Linear(QuantizedLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with rows that are quantized here, by the library."""
-        from attention.kernels.triton.fp8_rows import quantize_rows
-
-        return self.of_quantized(quantize_rows(x, self._fp8.input_scale))
+        return self.forward_quantized(quantize_rows(x, self._fp8.input_scale))
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.gemm.gemv import gemv_gated
-        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
-
         fp8 = self._fp8
         if self.bias is not None or len(x) > MAX_ROWS:
             return super().gated(x)
@@ -133,14 +126,11 @@ class BlockFp8Linear(Fp8Linear):
                 f"fp8 need blocks of {', '.join(map(str, _DEPTHS))}; use weights in bfloat16."
             )
 
-    def takes_quantized(self, num_rows: int) -> bool:
+    def accepts_quantized(self, num_rows: int) -> bool:
         del num_rows
         return False
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.fp8_rows import quantize_blocks
-        from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
-
         fp8 = self._fp8
         rows, row_scales = quantize_blocks(x, fp8.depth)
         return block_fp8_gemm(

@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
+from attention.kernels.triton.gemm.int4 import (
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    dequantize_int4,
+    int4_gated,
+    int4_gemm,
+    packed_int4,
+    scale_words,
+)
+from attention.kernels.triton.gemm.trials import failed_trials
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -35,10 +46,6 @@ class GpuInt4Linear(QuantizedLinear):
         return self._packed.nbytes + self._words.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.gemm.gemv import gemv
-        from attention.kernels.triton.gemm.int4 import MAX_ROWS, dequantize_int4, int4_gemm
-
         int4 = self._int4
         if int4.input_order is not None:
             x = x.index_select(1, int4.input_order)
@@ -50,9 +57,6 @@ class GpuInt4Linear(QuantizedLinear):
         return functional.linear(x, weight, self.bias)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.gemm.gemv import gemv_gated
-        from attention.kernels.triton.gemm.int4 import MAX_GATED_ROWS, int4_gated
-
         int4 = self._int4
         if self.bias is not None or len(x) > MAX_GATED_ROWS:
             return super().gated(x)
@@ -64,10 +68,6 @@ class GpuInt4Linear(QuantizedLinear):
         return int4_gated(x, self._packed, self._words, "silu")
 
     def finalize(self) -> None:
-        from attention.kernels.triton.gemm.gemv import default_gemv_tuning
-        from attention.kernels.triton.gemm.int4 import packed_int4, scale_words
-        from attention.kernels.triton.gemm.trials import failed_trials
-
         super().finalize()
         int4 = self._int4
         self._packed = packed_int4(int4.numbers, int4.group_size)

@@ -8,9 +8,7 @@ import torch
 
 from pagedray.errors import DeviceError
 from pagedray.weight_format import Fp8Format, Int4Format, Int8Format
-from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
-from workers.layers.formats.int4_linear import GpuInt4Linear
 from workers.layers.formats.int4_weight import Int4Weight
 from workers.layers.formats.int8_weight import Int8Weight
 from workers.layers.formats.integer_linear import CpuInt4Linear, CpuInt8Linear
@@ -51,6 +49,9 @@ def make_format_kernel(
     if isinstance(format, Int4Format):
         int4 = Int4Weight(format, out_size, in_size, device=device)
         if format.num_bits == 4 and device.type == "cuda":
+            # Triton is absent on machines without a GPU.
+            from workers.layers.formats.int4_linear import GpuInt4Linear
+
             return GpuInt4Linear(int4, bias, device)
         if format.num_bits == 4 and CpuInt4Linear.supports(dtype):
             return CpuInt4Linear(int4, bias, device)
@@ -63,6 +64,8 @@ def make_format_kernel(
     fp8 = Fp8Weight(format, out_size, in_size, device=device)
     if device.type != "cuda":
         return DequantizedLinear(fp8, bias, dtype=dtype, device=device)
+    from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
+
     kind = BlockFp8Linear if format.scales == "block" else Fp8Linear
     return kind(fp8, bias, name=names[0], device=device)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.linear_kernels.hopper_linear import HopperLinear
 from workers.layers.linear_kernels.linear_kernel import DenseLinear
 from workers.layers.linear_kernels.onednn_linear import PackedGemmLinear, SharedLayoutLinear
 
@@ -32,7 +31,12 @@ def make_linear_kernel(
 def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[LinearKernel]:
     """Return the class that is fastest for this device and dtype."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        return HopperLinear if _is_hopper(device) else DenseLinear
+        if not _is_hopper(device):
+            return DenseLinear
+        # Triton is absent on machines without a GPU.
+        from workers.layers.linear_kernels.hopper_linear import HopperLinear
+
+        return HopperLinear
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return DenseLinear
     capability = torch.backends.cpu.get_cpu_capability()

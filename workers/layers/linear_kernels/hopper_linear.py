@@ -5,6 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attention.kernels.multiprocessors import num_multiprocessors
+from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
+from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
+from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
+from attention.kernels.triton.gemm.persistent_rotated import (
+    ROTATED_HEAD_SIZE,
+    persistent_rotated,
+    rotates_faster,
+)
+from attention.kernels.triton.gemm.skinny import (
+    MAX_ROWS,
+    default_skinny_tuning,
+    skinny_gated,
+    skinny_gemm,
+)
+from attention.kernels.triton.gemm.trials import failed_trials
 from workers.layers.linear_kernels.linear_kernel import DenseLinear
 from workers.layers.linear_kernels.split_product import is_faster_split, split_product
 
@@ -12,8 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from attention.kernels.new_tokens import Rotary
-    from attention.kernels.split_rows import SplitRows
-    from attention.kernels.unnormed_row import UnnormedRow
+    from attention.kernels.row_types import DeferredRMSNorm, SplitKPartials
 
 __all__ = ["HopperLinear"]
 
@@ -27,11 +41,6 @@ class HopperLinear(DenseLinear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
-        # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.gemm.gemv import default_gemv_tuning
-        from attention.kernels.triton.gemm.skinny import default_skinny_tuning
-        from attention.kernels.triton.gemm.trials import failed_trials
-
         self._tuning = default_skinny_tuning(*weight.shape, is_gated=False)
         self._gated_tuning = default_skinny_tuning(*weight.shape, is_gated=True)
         self._gemv_tuning = default_gemv_tuning(weight, is_gated=False)
@@ -47,9 +56,6 @@ class HopperLinear(DenseLinear):
         self._has_rotated = "persistent_rotated" not in failed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.gemm.gemv import gemv
-        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gemm
-
         if len(x) == 1 and self._gemv_tuning is not None:
             return gemv(x, self.weight, self.bias, self._gemv_tuning)
         if self._tuning is None or len(x) > MAX_ROWS:
@@ -57,10 +63,6 @@ class HopperLinear(DenseLinear):
         return skinny_gemm(x, self.weight, self.bias, self._tuning)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.gemm.gemv import gemv_gated
-        from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
-        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
-
         if self.bias is not None:
             return super().gated(x)
         if len(x) > MAX_ROWS:
@@ -74,28 +76,19 @@ class HopperLinear(DenseLinear):
             return super().gated(x)
         return skinny_gated(x, self.weight, "silu", self._gated_tuning)
 
-    def takes_unnormed(self, num_rows: int) -> bool:
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
         return num_rows == 1 and self._has_normed_gemv and self._gemv_tuning is not None
 
-    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
-        from attention.kernels.triton.gemm.normed_gemv import normed_gemv
-
+    def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
         assert self._gemv_tuning is not None
         return normed_gemv(row, self.weight, self.bias, self._gemv_tuning)
 
-    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
-        from attention.kernels.triton.gemm.normed_gemv import normed_gemv_gated
-
+    def gated_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
         if self.bias is not None or self._gated_gemv_tuning is None:
-            return self._gated_columns(self.of_unnormed(row))
+            return self._gated_columns(self.forward_with_norm(row))
         return normed_gemv_gated(row, self.weight, "silu", self._gated_gemv_tuning)
 
     def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
-        from attention.kernels.triton.gemm.persistent_rotated import (
-            ROTATED_HEAD_SIZE,
-            rotates_faster,
-        )
-
         return (
             self._has_rotated
             and self.bias is None
@@ -106,16 +99,11 @@ class HopperLinear(DenseLinear):
     def write_rotated(
         self, x: torch.Tensor, rotary: Rotary, num_rotated: int, out: torch.Tensor
     ) -> None:
-        from attention.kernels.triton.gemm.persistent_rotated import persistent_rotated
-
         persistent_rotated(x, self.weight, rotary, num_rotated, out, self._num_multiprocessors)
 
-    def add_or_return(
+    def forward_residual(
         self, stream: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor | SplitRows | None:
-        from attention.kernels.triton.gemm.gemv import add_gemv
-        from attention.kernels.triton.gemm.skinny import MAX_ROWS
-
+    ) -> torch.Tensor | SplitKPartials | None:
         if len(x) == 1 and self._gemv_tuning is not None:
             add_gemv(stream, x, self.weight, self.bias, self._gemv_tuning)
             return None
@@ -123,4 +111,4 @@ class HopperLinear(DenseLinear):
             return self(x)
         if self.bias is None and is_faster_split(len(x), self.weight, self._num_multiprocessors):
             return split_product(x, self.weight)
-        return super().add_or_return(stream, x)
+        return super().forward_residual(stream, x)

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.kernels.new_tokens import Rotary
-    from attention.kernels.quantized_rows import QuantizedRows
-    from attention.kernels.split_rows import SplitRows
-    from attention.kernels.unnormed_row import UnnormedRow
+    from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows, SplitKPartials
     from workers.layers.weight import MatrixPart
 
 __all__ = ["DenseLinear", "LinearKernel"]
@@ -124,34 +122,34 @@ class LinearKernel(ABC):
         gate, other = columns.chunk(2, dim=1)
         return functional.silu(gate).mul_(other)
 
-    def takes_quantized(self, num_rows: int) -> bool:
-        """Return whether `of_quantized` computes what a call would for this number of rows."""
+    def accepts_quantized(self, num_rows: int) -> bool:
+        """Return whether `forward_quantized` computes what a call would for this number of rows."""
         del num_rows
         return False
 
-    def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
-        """Return `[num_rows, out_size]`; only if `takes_quantized`."""
+    def forward_quantized(self, rows: QuantizedRows) -> torch.Tensor:
+        """Return `[num_rows, out_size]`; only if `accepts_quantized`."""
         raise NotImplementedError
 
-    def takes_unnormed(self, num_rows: int) -> bool:
-        """Return whether `of_unnormed` computes what a norm and a call do, for this many rows."""
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return whether `forward_with_norm` computes a norm and a call, for this many rows."""
         del num_rows
         return False
 
-    def of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
-        """Return `[1, out_size]`; only if `takes_unnormed`."""
+    def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
+        """Return `[1, out_size]`; only if `accepts_deferred_norm`."""
         raise NotImplementedError
 
-    def gated_of_unnormed(self, row: UnnormedRow) -> torch.Tensor:
-        """Return what `gated` does, `[1, out_size / 2]`; only if `takes_unnormed`."""
+    def gated_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
+        """Return what `gated` does, `[1, out_size / 2]`; only if `accepts_deferred_norm`."""
         raise NotImplementedError
 
-    def add_or_return(
+    def forward_residual(
         self, stream: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor | SplitRows | None:
+    ) -> torch.Tensor | SplitKPartials | None:
         """Add the product to the stream, in place, if one kernel does both; else return it.
 
-        `SplitRows` if that takes less time, and what follows adds the parts.
+        `SplitKPartials` if that takes less time, and what follows adds the parts.
         """
         del stream
         return self(x)
@@ -176,9 +174,9 @@ class DenseLinear(LinearKernel):
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
 
-    def add_or_return(
+    def forward_residual(
         self, stream: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor | SplitRows | None:
+    ) -> torch.Tensor | SplitKPartials | None:
         if self.bias is not None:
             return self(x)
         # The norm that follows then reads and writes two matrices instead of four.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.kernels.split_rows import SplitRows
+from attention.kernels.row_types import SplitKPartials
 
 __all__ = ["is_faster_split", "split_product"]
 
@@ -30,11 +30,11 @@ def is_faster_split(num_rows: int, weight: torch.Tensor, num_multiprocessors: in
     return is_long and _NUM_PARTS * num_tiles <= num_multiprocessors
 
 
-def split_product(x: torch.Tensor, weight: torch.Tensor) -> SplitRows:
+def split_product(x: torch.Tensor, weight: torch.Tensor) -> SplitKPartials:
     """Return `x @ weight.T` in parts, on a GPU.
 
     `x` is `[num_rows, in_size]`, and `weight` `[out_size, in_size]`, both in 16 bits.
     """
     inputs = x.unflatten(1, (_NUM_PARTS, -1)).transpose(0, 1)
     weights = weight.unflatten(1, (_NUM_PARTS, -1)).permute(1, 2, 0)
-    return SplitRows(torch.bmm(inputs, weights, out_dtype=torch.float32))
+    return SplitKPartials(torch.bmm(inputs, weights, out_dtype=torch.float32))

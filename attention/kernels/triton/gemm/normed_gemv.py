@@ -19,8 +19,8 @@ from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_
 if TYPE_CHECKING:
     import torch
 
+    from attention.kernels.row_types import DeferredRMSNorm
     from attention.kernels.triton.gemm.gemv import GemvTuning
-    from attention.kernels.unnormed_row import UnnormedRow
 
 __all__ = ["normed_gemv", "normed_gemv_gated"]
 
@@ -117,7 +117,7 @@ def _normed_gemv(
 
 
 def normed_gemv(
-    row: UnnormedRow, weight: torch.Tensor, bias: torch.Tensor | None, tuning: GemvTuning
+    row: DeferredRMSNorm, weight: torch.Tensor, bias: torch.Tensor | None, tuning: GemvTuning
 ) -> torch.Tensor:
     """Return `norm(row) @ weight.T + bias`, `[1, out_size]`; the norm is that of `add_norm`.
 
@@ -127,7 +127,7 @@ def normed_gemv(
 
 
 def normed_gemv_gated(
-    row: UnnormedRow, weight: torch.Tensor, gate: str, tuning: GemvTuning
+    row: DeferredRMSNorm, weight: torch.Tensor, gate: str, tuning: GemvTuning
 ) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `norm(row) @ weight.T`.
 
@@ -137,7 +137,7 @@ def normed_gemv_gated(
 
 
 def _launched(
-    row: UnnormedRow,
+    row: DeferredRMSNorm,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out_size: int,

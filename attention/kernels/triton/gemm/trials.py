@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.new_tokens import Rotary
-from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows
 from attention.kernels.triton.gemm.fp8_tiles import Fp8Tiling, fp8_tiles_gemm, new_arrivals
 from attention.kernels.triton.gemm.gemv import GemvTuning, gemv
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv
@@ -25,7 +25,6 @@ from attention.kernels.triton.gemm.persistent_rotated import (
     persistent_rotated,
 )
 from attention.kernels.triton.gemm.skinny import SkinnyGemmTuning, skinny_gemm
-from attention.kernels.unnormed_row import UnnormedRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +45,7 @@ def _try_gemv(device: torch.device) -> None:
 
 
 def _try_normed_gemv(device: torch.device) -> None:
-    row = UnnormedRow(_ones(1, device), _ones(1, device)[0], 1e-5)
+    row = DeferredRMSNorm(_ones(1, device), _ones(1, device)[0], 1e-5)
     normed_gemv(row, _ones(16, device), None, GemvTuning(tile_columns=4))
 
 

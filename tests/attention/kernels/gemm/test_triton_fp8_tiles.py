@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.row_types import QuantizedRows
 from attention.kernels.triton.gemm.fp8_tiles import (
     Fp8Tiling,
     fp8_tiles_gemm,

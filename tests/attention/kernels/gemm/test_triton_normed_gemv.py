@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.row_types import DeferredRMSNorm
 from attention.kernels.triton.gemm.gemv import (
     GemvTuning,
     add_gemv,
@@ -16,7 +17,6 @@ from attention.kernels.triton.gemm.gemv import (
 )
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
 from attention.kernels.triton.norm_rope import add_norm
-from attention.kernels.unnormed_row import UnnormedRow
 from tests.attention.kernels.kernel_device import DEVICE
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -30,17 +30,17 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def unnormed(size: int, dtype: torch.dtype, norm_dtype: torch.dtype, eps: float) -> UnnormedRow:
+def unnormed(size: int, dtype: torch.dtype, norm_dtype: torch.dtype, eps: float) -> DeferredRMSNorm:
     stream = 3 * random(1, size, dtype=dtype)
-    return UnnormedRow(stream.to(DEVICE), random(size, dtype=norm_dtype).to(DEVICE), eps)
+    return DeferredRMSNorm(stream.to(DEVICE), random(size, dtype=norm_dtype).to(DEVICE), eps)
 
 
-def written_norm(row: UnnormedRow) -> torch.Tensor:
+def written_norm(row: DeferredRMSNorm) -> torch.Tensor:
     """Return the norm as a kernel of its own computes it."""
     return add_norm(row.stream, None, row.weight, None, row.eps, is_centered=False)
 
 
-def exact_norm(row: UnnormedRow) -> torch.Tensor:
+def exact_norm(row: DeferredRMSNorm) -> torch.Tensor:
     weight = row.weight.double()
     return functional.rms_norm(row.stream.double(), weight.shape, weight, row.eps)
 

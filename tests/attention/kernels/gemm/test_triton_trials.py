@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from attention.kernels.row_types import DeferredRMSNorm
 from attention.kernels.triton.gemm import trials
 from attention.kernels.triton.gemm.trials import TRIALS, failed_trials
-from attention.kernels.unnormed_row import UnnormedRow
 from tests.attention.kernels.kernel_device import DEVICE
 from workers.layers.linear_kernels.choice import replaced_kernels
 from workers.layers.linear_kernels.hopper_linear import HopperLinear
@@ -88,17 +88,17 @@ def test_products_are_the_same_without_the_kernels(
     product, gated = kernel(x), kernel.gated(x)
     request.getfixturevalue("failing")
     replaced = linear()
-    assert not replaced.takes_unnormed(1)
+    assert not replaced.accepts_deferred_norm(1)
     torch.testing.assert_close(replaced(x), product, rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(replaced.gated(x), gated, rtol=4e-3, atol=1e-2)
 
 
 def test_a_row_is_normed_by_its_product_if_the_kernel_compiles() -> None:
     kernel = linear()
-    assert kernel.takes_unnormed(1)
-    row = UnnormedRow(torch.ones(1, 256).half().to(ON), torch.ones(256).half().to(ON), 0.0)
+    assert kernel.accepts_deferred_norm(1)
+    row = DeferredRMSNorm(torch.ones(1, 256).half().to(ON), torch.ones(256).half().to(ON), 0.0)
     expected = kernel.weight.float().sum(1).half()[None]
-    torch.testing.assert_close(kernel.of_unnormed(row), expected, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(kernel.forward_with_norm(row), expected, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize(

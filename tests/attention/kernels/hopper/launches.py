@@ -10,7 +10,7 @@ import torch
 from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
 from attention.kernels.expert_weights import ExpertWeights
 from attention.kernels.new_tokens import NewTokens, Rotary
-from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows
 from attention.kernels.triton.chunk_attention import paged_attention
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
@@ -53,7 +53,6 @@ from attention.kernels.triton.received_rows import (
 )
 from attention.kernels.triton.tuning import default_decode_tuning
 from attention.kernels.triton.write_new_tokens import write_new_tokens
-from attention.kernels.unnormed_row import UnnormedRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +188,7 @@ def layer_of_one_row() -> None:
     for size in (4096, 8192):
         weight = tensor(2048, size)
         for norm_type in (BF16, torch.float32):
-            unnormed = UnnormedRow(tensor(1, size), tensor(size, dtype=norm_type), 1e-5)
+            unnormed = DeferredRMSNorm(tensor(1, size), tensor(size, dtype=norm_type), 1e-5)
             for is_gated in (False, True):
                 tuning = default_gemv_tuning(weight, is_gated=is_gated)
                 assert tuning is not None

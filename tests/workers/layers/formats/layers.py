@@ -53,7 +53,6 @@ def row_layer(
         in_size,
         out_size,
         has_bias=False,
-        reduces=False,
         group=group,
         quantization=_all(format),
         dtype=torch.float32,

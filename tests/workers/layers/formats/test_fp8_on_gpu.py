@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.quantized_rows import QuantizedRows
+from attention.kernels.row_types import QuantizedRows
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from workers.layers.mlp import GatedMLP, MLPParams
 from workers.layers.norm import RMSNorm
+from workers.models.fused_layers import FusedMLP, FusedNorm
 from workers.parallel.group import SoloGroup
 
 pytestmark = [
@@ -35,7 +36,6 @@ def test_an_mlp_takes_what_its_norm_has_quantized(num_rows: int) -> None:
         ("gate", "up"),
         "down",
         params,
-        reduces=False,
         group=SoloGroup(),
         quantization=Quantization(method="fp8", rules=rules),
         dtype=dtype,
@@ -51,13 +51,14 @@ def test_an_mlp_takes_what_its_norm_has_quantized(num_rows: int) -> None:
             shard.target.copy_(weight)
         weights[shard.name] = weight.double()
     mlp.finalize()
+    fused_norm, fused = FusedNorm(norm), FusedMLP(mlp)
     stream = torch.randn(num_rows, HIDDEN, device=device).to(dtype)
-    rows = norm.quantized(stream.clone(), None)
-    assert isinstance(rows, QuantizedRows)
-    assert mlp.takes_quantized(num_rows) == (num_rows > 16)
-    found = mlp(norm(stream.clone()))
-    if mlp.takes_quantized(num_rows):
-        assert torch.equal(mlp(rows), found)
+    rows = fused_norm.rows_for(stream.clone(), None, fused)
+    assert isinstance(rows, QuantizedRows) == (num_rows > 16)
+    found = fused.partial(fused_norm(stream.clone()))
+    assert torch.equal(fused.partial(rows), found)
+    plain = mlp(norm(stream))
+    assert (found.double() - plain.double()).norm() < 0.05 * plain.double().norm()
     normed = functional.rms_norm(stream.double(), (HIDDEN,), weights["norm.weight"], 1e-6)
     gate, up = (functional.linear(normed, weights[f"{name}.weight"]) for name in ("gate", "up"))
     exact = functional.linear(functional.silu(gate) * up, weights["down.weight"])

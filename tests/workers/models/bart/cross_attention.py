@@ -55,7 +55,6 @@ class CrossAttention(CompositeLayer):
             hidden_size,
             hidden_size,
             has_bias=True,
-            reduces=True,
             group=group,
             dtype=dtype,
             device=device,

@@ -49,8 +49,8 @@ class BartEncoderLayer(CompositeLayer):
         self, hidden: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return `[num_encoder_tokens, hidden_size]`."""
-        hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
-        return self._mlp_norm(hidden, self._mlp(hidden))
+        hidden = self._attention_norm(hidden + self._attention(hidden, kv_cache, metadata))
+        return self._mlp_norm(hidden + self._mlp(hidden))
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._attention
@@ -90,9 +90,9 @@ class BartDecoderLayer(CompositeLayer):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`; `encoded` is None if the encoder ran for none."""
-        hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
-        hidden = self._cross_norm(hidden, self._cross(hidden, encoded, kv_cache, metadata))
-        return self._mlp_norm(hidden, self._mlp(hidden))
+        hidden = self._attention_norm(hidden + self._attention(hidden, kv_cache, metadata))
+        hidden = self._cross_norm(hidden + self._cross(hidden, encoded, kv_cache, metadata))
+        return self._mlp_norm(hidden + self._mlp(hidden))
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._attention
@@ -154,7 +154,6 @@ def _mlp(name: str, config: BartConfig, intermediate_size: int, placement: Place
         (f"{name}.fc1",),
         f"{name}.fc2",
         params,
-        reduces=True,
         group=placement.group,
         dtype=placement.dtype,
         device=placement.device,

@@ -164,7 +164,7 @@ class _Input(CompositeLayer):
 
     def __call__(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        return self._norm(words, self._positions(positions + _POSITION_OFFSET))
+        return self._norm(words + self._positions(positions + _POSITION_OFFSET))
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._positions

@@ -1,4 +1,4 @@
-"""Steps of many tokens in two halves, on two ranks, against transformers."""
+"""Fused layers against the plain ones; two batches of a step, on two ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from cluster.engine.engine_options import EngineOptions, engine_config
 from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
-from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint, token_ids
+from tests.workers.reference import (
+    NUM_TOKENS,
+    loaded_model,
+    reference_logits,
+    run,
+    save_checkpoint,
+    token_ids,
+)
+from tests.workers.reference_cases import CASES
 from workers.embedding_worker import make_worker
-from workers.models import halved_layers
+from workers.models import fused_layers
 from workers.models.decoder import Decoder
-from workers.models.step_attention import SelectedAttention
+from workers.models.step_attention import HeadInputs, SelectedAttention
 from workers.parallel.group import SoloGroup
 from workers.parallel.process_group import make_group
 
@@ -48,8 +56,8 @@ class Watch:
 
 @pytest.fixture(autouse=True)
 def few_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 2)
-    monkeypatch.setattr(halved_layers, "_TILE_ROWS", 4)
+    monkeypatch.setattr(fused_layers, "_MIN_TOKENS", 2)
+    monkeypatch.setattr(fused_layers, "_TILE_ROWS", 4)
 
 
 def logits(folder: Path, group: ParallelGroup) -> tuple[torch.Tensor, list[int]]:
@@ -59,6 +67,52 @@ def logits(folder: Path, group: ParallelGroup) -> tuple[torch.Tensor, list[int]]
     watch = Watch(group.begin_all_reduce)
     group.begin_all_reduce = watch  # type: ignore[method-assign]
     return run(model, group), watch.num_rows
+
+
+def compare(folder: Path, group: ParallelGroup) -> None:
+    """Compare the logits of fused layers and of plain ones, for all tokens and for one."""
+    fused = loaded_model(folder, group)
+    plain = loaded_model(folder, group, fuses=False)
+    for steps in ((NUM_TOKENS,), (NUM_TOKENS - 1, 1)):
+        torch.testing.assert_close(
+            run(fused, group, steps), run(plain, group, steps), rtol=2e-5, atol=2e-5
+        )
+    rows = torch.tensor([NUM_TOKENS - 1, 3])
+    torch.testing.assert_close(
+        run(fused, group, logits_indices=rows),
+        run(plain, group, logits_indices=rows),
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fused_layers_compute_what_plain_layers_compute(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    compare(tmp_path, SoloGroup())
+
+
+@pytest.mark.parametrize("name", [*HALVED, *WHOLE, "gemma2-capped", "olmo2-6-heads-2-kv"])
+def test_fused_layers_of_two_ranks_compute_what_plain_layers_compute(
+    name: str, tmp_path: Path
+) -> None:
+    save_checkpoint(name, tmp_path)
+
+    def compared(group: ParallelGroup) -> None:
+        group.overlaps_sums = True
+        compare(tmp_path, group)
+
+    on_two_ranks(compared)
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_fused_layers_compute_what_plain_layers_compute_in_formats(
+    name: str, tmp_path: Path
+) -> None:
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    save_wide(plain)
+    save_compressed(plain, quantized, *COMPRESSED[name])
+    compare(quantized, SoloGroup())
 
 
 @pytest.mark.parametrize("name", HALVED)
@@ -87,8 +141,9 @@ class Selecting(SelectedAttention):
     def attend_selected(
         self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        queries = query.new_zeros(len(key), query.shape[1]).index_copy_(0, self.indices, query)
-        return self._attention.attend(layer, queries, key, value)[self.indices]
+        queries = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, self.indices, query)
+        inputs = HeadInputs(torch.cat((queries, key), dim=1), value, None)
+        return self._attention.attend(layer, inputs)[self.indices]
 
 
 def test_the_last_layer_attends_for_some_tokens_alone(
@@ -148,13 +203,12 @@ def test_steps_of_few_tokens_and_of_a_cpu_run_whole(
 
     def takes(group: ParallelGroup) -> tuple[bool, bool, bool]:
         model = loaded_model(tmp_path, group)
-        halves = model._halves
-        assert halves is not None
-        on_cpu = halves.takes(100)
+        fused = model.fused
+        on_cpu = fused.overlaps(100)
         group.overlaps_sums = True
-        return on_cpu, halves.takes(99), halves.takes(100)
+        return on_cpu, fused.overlaps(99), fused.overlaps(100)
 
-    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 100)
+    monkeypatch.setattr(fused_layers, "_MIN_TOKENS", 100)
     assert on_two_ranks(takes) == [(False, False, True)] * 2
 
 
@@ -178,7 +232,7 @@ def test_only_ranks_that_may_run_halves_have_memory_for_their_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_checkpoint(name, tmp_path)
-    monkeypatch.setattr(halved_layers, "_MIN_TOKENS", 50)
+    monkeypatch.setattr(fused_layers, "_MIN_TOKENS", 50)
     options = EngineOptions(
         device="cpu",
         num_threads=1,

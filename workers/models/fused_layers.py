@@ -1,0 +1,615 @@
+"""The layers of a decoder on kernels that do several operations of a layer at once.
+
+Norms add to the residual stream first, quantize for the product that follows, or are left to it;
+products add to the stream, gate, or rotate queries and keys; ranks sum in the norm, or beside the
+products of another half of a step's tokens; the last layer computes only selected tokens. The plain
+definition is `workers.models.decoder_layer`, and both read the same weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows, SplitKPartials
+from pagedray.rank_progress import Phase
+from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_gate_kernel
+from workers.layers.mlp import MLP, GatedMLP
+from workers.models.decoder_layer import ParallelDecoderLayer
+from workers.models.step_attention import SelectedAttention
+from workers.parallel.pending_sum import PendingSum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from attention.kernels.new_tokens import Rotary
+    from pagedray.model_config import ModelConfig
+    from workers.layers.experts import ExpertLayer
+    from workers.layers.linear_kernels.linear_kernel import LinearKernel
+    from workers.layers.norm import Norm
+    from workers.layers.rope import Rotation
+    from workers.models.decoder_layer import DecoderLayer
+    from workers.models.self_attention import DecoderSelfAttention
+    from workers.models.step_attention import StepAttention
+    from workers.parallel.group import ParallelGroup
+
+__all__ = ["FusedLayers", "FusedNorm", "LayerTail", "reserve_sums"]
+
+Rows: TypeAlias = torch.Tensor | QuantizedRows | DeferredRMSNorm
+"""Inputs of a product, `[num_tokens, hidden_size]`."""
+Delta: TypeAlias = torch.Tensor | SplitKPartials | PendingSum | None
+"""What a norm adds to the residual stream; None if the stream has it already."""
+
+_MIN_TOKENS = 6144
+"""Below, the host takes about as long to launch twice as many kernels as the device to run them."""
+_TILE_ROWS = 128
+"""Rows of a tile of the GEMMs of many rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTail:
+    """The tokens of a step between the attention of a layer and the rest of the layer."""
+
+    residual: torch.Tensor
+    """The residual stream before the layer's output is added, `[num_tokens, hidden_size]`."""
+    heads: torch.Tensor
+    """The attention of this rank's heads, `[num_tokens, num_heads * head_size]`."""
+    normed: torch.Tensor | None = None
+    """Input of an MLP beside attention, `[num_tokens, hidden_size]`; None if the MLP follows."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTail:
+        """Return what a function returns for each of the tensors."""
+        normed = None if self.normed is None else function(self.normed)
+        return LayerTail(function(self.residual), function(self.heads), normed)
+
+    def select(self, indices: torch.Tensor) -> LayerTail:
+        """Return copies of some tokens; `indices` is `[num_selected]` int64 on their device."""
+        return self.map(lambda rows: rows.index_select(0, indices))
+
+    def select_residual(self, indices: torch.Tensor) -> LayerTail:
+        """Return what `select` does if `heads` are already those of the selected tokens."""
+        normed = None if self.normed is None else self.normed.index_select(0, indices)
+        return LayerTail(self.residual.index_select(0, indices), self.heads, normed)
+
+    def write(self, out: LayerTail) -> None:
+        """Copy the tokens to the first ones of `out`."""
+        num_tokens = len(self.residual)
+        out.residual[:num_tokens].copy_(self.residual)
+        out.heads[:num_tokens].copy_(self.heads)
+        if self.normed is not None:
+            assert out.normed is not None
+            out.normed[:num_tokens].copy_(self.normed)
+
+
+class FusedNorm:
+    """Adds to the residual stream, in place, and norms the sum, by one kernel if there is one."""
+
+    def __init__(
+        self,
+        norm: Norm | None,
+        *,
+        sums_over: ParallelGroup | None = None,
+        overlaps: bool = False,
+    ) -> None:
+        """Without a norm, the stream itself is returned.
+
+        With `sums_over`, what is added to the stream is this rank's part of a sum over the group.
+        With `overlaps`, no kernel of NCCL comes right before this.
+        """
+        self._norm = norm
+        self._sums_over = sums_over
+        self._kernels = NormKernels()
+        self._defers = False
+        if norm is not None:
+            # A reader is a kernel that starts while the one before it ends, as this does.
+            self._defers = overlaps and not norm.is_centered and norm.bias is None
+            self._kernels = norm_kernels(
+                norm.weight,
+                norm.bias,
+                norm.eps,
+                is_centered=norm.is_centered,
+                overlaps=overlaps,
+                dtype=norm.dtype,
+            )
+
+    def __call__(self, stream: torch.Tensor, delta: Delta = None) -> torch.Tensor:
+        """Add `delta` to the stream, in place, and return the stream's norm.
+
+        All are `[num_tokens, hidden_size]`. A pending sum is finished, whatever this sums over, and
+        only a model on one rank has products in parts.
+        """
+        if isinstance(delta, SplitKPartials):
+            if self._kernels.add_parts is not None:
+                return self._kernels.add_parts(stream, delta.parts)
+            delta = delta.whole(stream.dtype)
+        normed = self._normed_sum(stream, delta)
+        if normed is not None:
+            return normed
+        delta = self._summed(delta)
+        if self._kernels.add is not None:
+            return self._kernels.add(stream, delta)
+        if delta is not None:
+            stream.add_(delta)
+        return stream if self._norm is None else self._norm(stream)
+
+    def rows_for(
+        self, stream: torch.Tensor, delta: Delta, reader: FusedAttention | FusedMLP | FusedExperts
+    ) -> Rows:
+        """Return what the call does, as its reader can best read it.
+
+        It is quantized if the reader would quantize it, and one row may be left to the reader.
+        """
+        if reader.accepts_quantized(len(stream)):
+            return self.quantized(stream, delta)
+        if delta is None and self._defers and reader.accepts_deferred_norm(len(stream)):
+            assert self._norm is not None
+            return DeferredRMSNorm(stream, self._norm.weight, self._norm.eps)
+        return self(stream, delta)
+
+    def quantized(self, stream: torch.Tensor, delta: Delta) -> torch.Tensor | QuantizedRows:
+        """Return what the call does, quantized if one kernel does both."""
+        if self._kernels.add_quantized is None:
+            return self(stream, delta)
+        if isinstance(delta, SplitKPartials):
+            delta = delta.whole(stream.dtype)
+        normed = self._normed_sum(stream, delta)
+        if normed is not None:
+            return normed
+        return self._kernels.add_quantized(stream, self._summed(delta))
+
+    def _normed_sum(
+        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None
+    ) -> torch.Tensor | None:
+        """Return the norm if one kernel sums over the ranks, adds and norms; else None."""
+        norm = self._norm
+        if norm is None:
+            return None
+        if isinstance(delta, PendingSum):
+            add_norm = delta.add_norm
+        else:
+            one_shot = None if self._sums_over is None else self._sums_over.one_shot
+            if delta is None or one_shot is None or not one_shot.takes(delta):
+                return None
+            add_norm = partial(one_shot.add_norm, delta=delta)
+        return add_norm(
+            stream,
+            weight=norm.weight,
+            bias=norm.bias,
+            eps=norm.eps,
+            is_centered=norm.is_centered,
+        )
+
+    def _summed(self, delta: torch.Tensor | PendingSum | None) -> torch.Tensor | None:
+        if isinstance(delta, PendingSum):
+            return delta.finish()
+        if delta is None or self._sums_over is None:
+            return delta
+        return self._sums_over.all_reduce(delta)
+
+
+class FusedAttention:
+    """Self attention that reads `Rows`, and adds its output to the residual stream."""
+
+    def __init__(self, attention: DecoderSelfAttention, *, is_last: bool) -> None:
+        self._attention = attention
+        self._kernel = attention.qkv.kernel
+        self.num_columns = attention.qkv.num_columns
+        self._parts: tuple[LinearKernel, LinearKernel] | None = None
+        """The products of queries and of keys and values, if the last layer can have both."""
+        if is_last and attention.rotates_products:
+            queries = self._kernel.part(slice(attention.query_size))
+            others = self._kernel.part(slice(attention.query_size, self.num_columns))
+            if queries is not None and others is not None:
+                self._parts = queries, others
+
+    def accepts_quantized(self, num_rows: int) -> bool:
+        """Return whether `heads` accepts this number of rows as `QuantizedRows`."""
+        return self._kernel.accepts_quantized(num_rows)
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return whether `heads` accepts this number of rows as a `DeferredRMSNorm`."""
+        return self._kernel.accepts_deferred_norm(num_rows)
+
+    def heads(self, x: Rows, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
+        """Return the attention of this rank's heads, `[num_tokens, num_heads * head_size]`."""
+        if isinstance(x, torch.Tensor):
+            if isinstance(attention, SelectedAttention) and self._parts is not None:
+                selected = rotation.select(attention.indices)
+                if selected is not None:
+                    rotations = selected, rotation
+                    return self._attend_selected(x, self._parts, rotations, attention)
+            rotary = self._rotary_of_products(rotation, (len(x),))
+            if rotary is not None:
+                qkv = x.new_empty(len(x), self.num_columns)
+                self._write_qkv(x, qkv, rotary)
+                return self._attention.attend(qkv, None, attention)
+        return self._attention.attend(_product(self._kernel, x), rotation, attention)
+
+    def heads_of_batches(
+        self,
+        batches: Iterable[Rows],
+        sizes: Sequence[int],
+        rotation: Rotation,
+        attention: StepAttention,
+        qkv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what `heads` does for batches of these sizes, which may be computed in turn.
+
+        `qkv` is memory for products, `[num_tokens, num_columns]`.
+        """
+        rotary = self._rotary_of_products(rotation, sizes)
+        rotaries = [None] * len(sizes) if rotary is None else rotary.split(sizes)
+        for rows, out, of_batch in zip(batches, qkv.split(sizes), rotaries, strict=True):
+            self._write_qkv(rows, out, of_batch)
+        return self._attention.attend(qkv, rotation if rotary is None else None, attention)
+
+    def forward_residual(self, stream: torch.Tensor, heads: torch.Tensor) -> Delta:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        return self._attention.output.kernel.forward_residual(stream, heads)
+
+    def partial(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the output, `[num_tokens, hidden_size]`."""
+        return self._attention.output.kernel(heads)
+
+    def _rotary_of_products(self, rotation: Rotation, sizes: Iterable[int]) -> Rotary | None:
+        """Return what `_write_qkv` needs to rotate the heads itself.
+
+        None if that takes longer for one of the numbers of tokens, or something comes in between.
+        """
+        attention = self._attention
+        if rotation.rotary is None or not attention.rotates_products:
+            return None
+        head_size, num_rotated = attention.head_size, attention.rotated_size
+        if not all(self._kernel.rotates(size, head_size, num_rotated) for size in sizes):
+            return None
+        return rotation.rotary
+
+    def _write_qkv(self, x: Rows, out: torch.Tensor, rotary: Rotary | None) -> None:
+        """Write the queries, keys and values of some tokens to `out`, rotated if `rotary` is given.
+
+        `rotary` is that of these tokens.
+        """
+        if rotary is not None:
+            assert isinstance(x, torch.Tensor)
+            self._kernel.write_rotated(x, rotary, self._attention.rotated_size, out)
+        elif isinstance(x, torch.Tensor):
+            self._kernel.write(x, out)
+        else:
+            out.copy_(_product(self._kernel, x))
+
+    def _attend_selected(
+        self,
+        x: torch.Tensor,
+        parts: tuple[LinearKernel, LinearKernel],
+        rotations: tuple[Rotation, Rotation],
+        attention: SelectedAttention,
+    ) -> torch.Tensor:
+        """Return the attention of the selected tokens, and compute no other queries.
+
+        `parts` and `rotations` are those of queries, then those of keys.
+        """
+        (query_part, kv_part), (query_rotation, key_rotation) = parts, rotations
+        by_head = (-1, self._attention.head_size)
+        key, value = kv_part(x).unflatten(1, by_head).chunk(2, dim=1)
+        key = key_rotation(key)
+        # A chunk before a prompt's end has none, and kernels take at least one row.
+        query = x.new_empty(0, self._attention.query_size).unflatten(1, by_head)
+        if len(attention.indices):
+            query = query_part(x.index_select(0, attention.indices))
+            query = query_rotation(query.unflatten(1, by_head))
+        return attention.attend_selected(self._attention.layer, query, key, value)
+
+
+class FusedMLP:
+    """An MLP that reads `Rows`, and adds its output to the residual stream."""
+
+    def __init__(self, mlp: MLP) -> None:
+        self._mlp = mlp
+        self._inner, self._down = mlp.inner.kernel, mlp.down.kernel
+        is_gated = isinstance(mlp, GatedMLP)
+        self._quantized_gate = None
+        if is_gated:
+            self._quantized_gate = quantized_gate_kernel(mlp.activation, self._inner.weight.device)
+        # Linear kernels can fuse this activation.
+        self._gates_products = is_gated and mlp.activation == "silu"
+
+    def accepts_quantized(self, num_rows: int) -> bool:
+        """Return whether `partial` accepts this number of rows as `QuantizedRows`."""
+        return self._inner.accepts_quantized(num_rows)
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return whether `partial` accepts this number of rows as a `DeferredRMSNorm`."""
+        return self._inner.accepts_deferred_norm(num_rows)
+
+    def partial(self, x: Rows) -> torch.Tensor:
+        """Return this rank's part of the output, `[num_tokens, hidden_size]`."""
+        columns = self._columns(x)
+        if isinstance(columns, QuantizedRows):
+            return self._down.forward_quantized(columns)
+        return self._down(columns)
+
+    def forward_residual(self, stream: torch.Tensor, x: Rows) -> Delta:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        columns = self._columns(x)
+        if isinstance(columns, QuantizedRows):
+            return self._down.forward_quantized(columns)
+        return self._down.forward_residual(stream, columns)
+
+    def _columns(self, x: Rows) -> torch.Tensor | QuantizedRows:
+        if self._quantized_gate is not None and self._down.accepts_quantized(len(x)):
+            return self._quantized_gate(_product(self._inner, x))
+        if self._gates_products:
+            if isinstance(x, DeferredRMSNorm):
+                return self._inner.gated_with_norm(x)
+            if isinstance(x, torch.Tensor):
+                return self._inner.gated(x)
+        return self._mlp.activate(_product(self._inner, x))
+
+
+class FusedExperts:
+    """Experts as an MLP: the router reads rows as they are, and no kernel adds to the stream."""
+
+    def __init__(self, experts: ExpertLayer) -> None:
+        self._experts = experts
+
+    def accepts_quantized(self, num_rows: int) -> bool:
+        """Return False."""
+        del num_rows
+        return False
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return False."""
+        del num_rows
+        return False
+
+    def partial(self, x: Rows) -> torch.Tensor:
+        """Return this rank's part of the output, `[num_tokens, hidden_size]`."""
+        assert isinstance(x, torch.Tensor)
+        return self._experts.partial(x)
+
+    def forward_residual(self, stream: torch.Tensor, x: Rows) -> Delta:
+        """Return the output."""
+        del stream
+        return self.partial(x)
+
+
+class FusedLayer:
+    """One layer in two halves: `attend` for all tokens, `finish` for each token by itself."""
+
+    def __init__(self, layer: DecoderLayer, group: ParallelGroup, *, is_last: bool) -> None:
+        overlaps = group.size == 1
+        # The norm that follows sums the parts of the ranks, except for a norm of the sum alone.
+        before = _summed_by_norm(layer, group)
+        after = group if layer.attention_post_norm is None else None
+        self.attention_norm = FusedNorm(layer.attention_norm, sums_over=before, overlaps=overlaps)
+        self.attention = FusedAttention(layer.attention, is_last=is_last)
+        self._mlp_norm = FusedNorm(layer.mlp_norm, sums_over=after, overlaps=overlaps)
+        self.mlp = FusedMLP(layer.mlp) if isinstance(layer.mlp, MLP) else FusedExperts(layer.mlp)
+        self._post_norms = tuple(
+            None if norm is None else FusedNorm(norm, overlaps=overlaps)
+            for norm in (layer.attention_post_norm, layer.mlp_post_norm)
+        )
+        self._group = group
+        self._scale = layer.residual_scale
+        # A rank that has a part of a sum cannot add it to the stream.
+        self._adds_products = group.size == 1 and self._scale == 1.0
+
+    def attend(
+        self, residual: torch.Tensor, delta: Delta, rotation: Rotation, attention: StepAttention
+    ) -> LayerTail:
+        """Add `delta`, the output of the layer before, to `residual`, and compute the attention.
+
+        Both are `[num_tokens, hidden_size]`; `residual` changes in place. An output is this rank's
+        part of a sum if the norm sums over a group, and None if `residual` has it already.
+        """
+        rows = self.attention_rows(residual, delta)
+        return LayerTail(residual, self.attention.heads(rows, rotation, attention))
+
+    def attention_rows(self, residual: torch.Tensor, delta: Delta) -> Rows:
+        """Add `delta` to `residual`, in place, and return the input of the attention."""
+        return self.attention_norm.rows_for(residual, delta, self.attention)
+
+    def mlp_output(self, residual: torch.Tensor, delta: Delta) -> torch.Tensor:
+        """Add `delta` to `residual`, in place, and return this rank's part of the MLP's output."""
+        return self.mlp.partial(self._mlp_norm.rows_for(residual, delta, self.mlp))
+
+    def finish(self, tail: LayerTail) -> Delta:
+        """Return the layer's output for tokens that `attend` has returned, or some of these.
+
+        It is as `attend` takes that of the layer before. Their `residual` changes in place.
+        """
+        residual = tail.residual
+        attention_post_norm, mlp_post_norm = self._post_norms
+        delta: Delta
+        if self._adds_products and attention_post_norm is None:
+            delta = self.attention.forward_residual(residual, tail.heads)
+        else:
+            delta = self._scaled_sum(self.attention.partial(tail.heads), attention_post_norm)
+        rows = self._mlp_norm.rows_for(residual, delta, self.mlp)
+        if self._adds_products and mlp_post_norm is None:
+            return self.mlp.forward_residual(residual, rows)
+        return self._scaled_sum(self.mlp.partial(rows), mlp_post_norm)
+
+    def _scaled_sum(self, part: torch.Tensor, post_norm: FusedNorm | None) -> torch.Tensor:
+        """Return a rank's part of an output, scaled; with a norm, the norm of the sum."""
+        if post_norm is not None:
+            part = self._group.all_reduce(part)
+        if self._scale != 1.0:
+            part = part.mul_(self._scale)
+        return part if post_norm is None else post_norm(part)
+
+
+class FusedParallelLayer(FusedLayer):
+    """The fused form of `ParallelDecoderLayer`."""
+
+    def attend(
+        self, residual: torch.Tensor, delta: Delta, rotation: Rotation, attention: StepAttention
+    ) -> LayerTail:
+        normed = self.attention_norm(residual, delta)
+        return LayerTail(residual, self.attention.heads(normed, rotation, attention), normed)
+
+    def finish(self, tail: LayerTail) -> torch.Tensor:
+        assert tail.normed is not None
+        part = self.attention.partial(tail.heads).add_(self.mlp.partial(tail.normed))
+        return self._scaled_sum(part, None)
+
+
+class FusedLayers:
+    """All layers of a decoder, and its last norm."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        last_norm: Norm,
+        config: ModelConfig,
+        group: ParallelGroup,
+    ) -> None:
+        """The weights must be final."""
+        self.layers = [
+            (FusedParallelLayer if isinstance(layer, ParallelDecoderLayer) else FusedLayer)(
+                layer, group, is_last=layer is layers[-1]
+            )
+            for layer in layers
+        ]
+        self._norm = FusedNorm(
+            last_norm, sums_over=_summed_by_norm(layers[-1], group), overlaps=group.size == 1
+        )
+        self._group = group
+        self._has_batches = _has_two_batches(layers, config, group)
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        rotations: Iterable[Rotation],
+        attention: StepAttention,
+        last_attention: SelectedAttention | None = None,
+    ) -> LayerTail:
+        """Run all layers up to the attention of the last layer.
+
+        Only the tokens whose logits are computed need more: no attention reads the last output.
+        `residual` is `[num_tokens, hidden_size]`, and changes in place. `last_attention` overrides
+        the attention of the last layer.
+        """
+        delta: Delta = None
+        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            self._group.progress.enter(Phase.LAYER, index)
+            if layer is self.layers[-1]:
+                return layer.attend(residual, delta, rotation, last_attention or attention)
+            delta = layer.finish(layer.attend(residual, delta, rotation, attention))
+        raise AssertionError("A decoder has layers.")
+
+    def overlaps(self, num_tokens: int) -> bool:
+        """Return whether `run_two_batches` takes less time for this number of tokens."""
+        return self._has_batches and _overlaps(self._group, num_tokens)
+
+    def run_two_batches(
+        self,
+        residual: torch.Tensor,
+        rotations: Iterable[Rotation],
+        attention: StepAttention,
+        last_attention: SelectedAttention | None = None,
+    ) -> LayerTail:
+        """Return what `run` does; two halves of the tokens take turns.
+
+        While the ranks sum the output of a product over one half, they compute the other half. Only
+        attention is computed for all tokens at once, as those of a prompt may be in both halves.
+        Systems that serve experts hide what ranks exchange behind a second batch in the same way
+        (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024).
+        """
+        num_tokens = len(residual)
+        first = _first_half(num_tokens)
+        sizes = (first, num_tokens - first)
+        streams = residual.split(sizes)
+        deltas: Sequence[Delta] = (None, None)
+        begin_sum = self._group.begin_all_reduce
+        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            self._group.progress.enter(Phase.LAYER, index)
+            is_last = layer is self.layers[-1]
+            batches = map(layer.attention_rows, streams, deltas)
+            heads = layer.attention.heads_of_batches(
+                batches,
+                sizes,
+                rotation,
+                (last_attention or attention) if is_last else attention,
+                residual.new_empty(num_tokens, layer.attention.num_columns),
+            )
+            if is_last:
+                return LayerTail(residual, heads)
+            # The sums of both halves are begun before the first is finished, and the sum of one
+            # half before the other half is computed.
+            sums = [begin_sum(layer.attention.partial(part)) for part in heads.split(sizes)]
+            deltas = [
+                begin_sum(layer.mlp_output(stream, pending))
+                for stream, pending in zip(streams, sums, strict=True)
+            ]
+        raise AssertionError("A decoder has layers.")
+
+    def finish(self, tail: LayerTail) -> torch.Tensor:
+        """Return the normed hidden states of tokens that `run` returned, or some of these.
+
+        They are `[num_tokens, hidden_size]`. The tensors of `tail` may change in place.
+        """
+        if not len(tail.residual):
+            return tail.residual
+        return self._norm(tail.residual, self.layers[-1].finish(tail))
+
+
+def reserve_sums(
+    layers: Sequence[DecoderLayer], config: ModelConfig, group: ParallelGroup, max_num_tokens: int
+) -> None:
+    """Have the group allocate memory for the sums of two batches, if steps of this size have them.
+
+    Call it before the group is joined.
+    """
+    if _has_two_batches(layers, config, group) and _overlaps(group, max_num_tokens):
+        group.max_begun_rows = _first_half(max_num_tokens)
+
+
+def _summed_by_norm(layer: DecoderLayer, group: ParallelGroup) -> ParallelGroup | None:
+    """Return the group if the norm behind a layer sums the parts of that layer's output."""
+    return group if layer.mlp_post_norm is None else None
+
+
+def _has_two_batches(
+    layers: Sequence[DecoderLayer], config: ModelConfig, group: ParallelGroup
+) -> bool:
+    """Return whether steps of two batches may be faster.
+
+    Experts would be read twice, norms of outputs need whole sums, and other formats than fp8 would
+    be dequantized for each half.
+    """
+    is_read_once = config.quantization is None or config.quantization.is_fp8
+    return (
+        group.size > 1
+        and is_read_once
+        and all(
+            not isinstance(layer, ParallelDecoderLayer)
+            and isinstance(layer.mlp, MLP)
+            and layer.residual_scale == 1.0
+            and layer.attention_norm is not None
+            and layer.mlp_norm is not None
+            and layer.attention_post_norm is None
+            and layer.mlp_post_norm is None
+            for layer in layers
+        )
+    )
+
+
+def _overlaps(group: ParallelGroup, num_tokens: int) -> bool:
+    return group.overlaps_sums and num_tokens >= _MIN_TOKENS
+
+
+def _first_half(num_tokens: int) -> int:
+    """Return the tokens of the first half, which has at least as many as the second."""
+    return -(-num_tokens // (2 * _TILE_ROWS)) * _TILE_ROWS
+
+
+def _product(kernel: LinearKernel, x: Rows) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return kernel(x)
+    if isinstance(x, QuantizedRows):
+        return kernel.forward_quantized(x)
+    return kernel.forward_with_norm(x)
