@@ -168,7 +168,7 @@ class OneShotAllReduce:
     ) -> torch.Tensor:
         """Add the sum of `delta` over the ranks to the stream, in place; return the stream's norm.
 
-        All are `[num_rows, width]`. The norm is that of `ResidualNorm`.
+        All are `[num_rows, width]`. The norm is that of `FusedNorm`.
         """
         from attention.kernels.triton.one_shot_all_reduce import all_reduce_add_norm
 

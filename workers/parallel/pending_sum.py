@@ -29,7 +29,7 @@ class PendingSum(ABC):
     ) -> torch.Tensor | None:
         """Add the sum to the stream, in place, and return the stream's norm.
 
-        All are `[num_rows, width]`; the norm is that of `ResidualNorm`. Returns None, and does
+        All are `[num_rows, width]`; the norm is that of `FusedNorm`. Returns None, and does
         nothing, if no kernel does both: then `finish` must be called.
         """
         del stream, weight, bias, eps, is_centered
