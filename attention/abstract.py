@@ -54,6 +54,12 @@ class AttentionInputs:
     is_cached: bool = False
     """Whether keys and values are in the cache already; then padding may follow the tokens."""
 
+    def rows(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values of some tokens; the step must have keys."""
+        assert self.key is not None
+        assert self.value is not None
+        return self.query[tokens], self.key[tokens], self.value[tokens]
+
 
 class AttentionMetadata(ABC):
     """State shared by all layers of one forward pass; valid until the builder's next build."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
+from attention.abstract import AttentionBatch, AttentionInputs, AttentionParams, AttentionSpec
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
 from attention.gpu_backends import FlashInferBackend, TorchSDPAGpuBackend, XFormersBackend
@@ -122,11 +122,12 @@ class Bench:
         sub_batch = builder.build(batch).prepare_step().decodes
         assert sub_batch is not None
         query, key, value, out = _tokens(NUM_DECODES)
+        inputs = AttentionInputs(_heads(query), _heads(key), _heads(value))
 
         def attend() -> None:
             for i in range(NUM_LAYERS):
                 cache = builder.layer_cache(i, self._cache)
-                builder.layer(i)[1].decode(sub_batch, _heads(query), cache, _heads(out), sinks=None)
+                builder.layer(i)[1].decode(sub_batch, inputs, cache, _heads(out))
 
         attention_us = self._timed(_captured(attend))
         num_bytes = 2 * NUM_DECODES * SEQ_LEN * PARAMS.num_kv_heads * PARAMS.head_size * 2
@@ -150,22 +151,16 @@ class Bench:
         sub_batch = metadata.prepare_step().prefills
         assert sub_batch is not None
         query, key, value, out = _tokens(NUM_PREFILLS * SEQ_LEN)
+        inputs = AttentionInputs(_heads(query), _heads(key), _heads(value))
 
         def attend() -> None:
             for i in range(NUM_LAYERS):
                 kernels = builder.layer(i)[1]
                 if has_no_context:
-                    kernels.prefill_ragged(
-                        sub_batch,
-                        _heads(query),
-                        _heads(key),
-                        _heads(value),
-                        _heads(out),
-                        sinks=None,
-                    )
+                    kernels.prefill_ragged(sub_batch, inputs, _heads(out))
                 else:
                     cache = builder.layer_cache(i, self._cache)
-                    kernels.prefill(sub_batch, _heads(query), cache, _heads(out), sinks=None)
+                    kernels.prefill(sub_batch, inputs, cache, _heads(out))
 
         def forward() -> None:
             for layer in self._layers:

@@ -25,6 +25,7 @@ from attention.params import AttentionParams, AttentionSpec, AttentionType
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
     from attention.kernels.new_tokens import NewTokens
 
@@ -75,31 +76,18 @@ class _FlashInferPrefills(LayerKernels):
             self._plan_cached(prefills)
 
     def prefill(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        cache: LayerCache,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, cache: LayerCache, out: torch.Tensor
     ) -> None:
         if self._paged.planned is not sub_batch:
             self._paged.plan_prefills(sub_batch, self._uploader.pages_of(sub_batch))
-        self._paged.run_prefills(query, cache, out)
+        self._paged.run_prefills(inputs.query[sub_batch.tokens], cache, out[sub_batch.tokens])
 
     def prefill_ragged(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         if self._ragged.planned is not sub_batch:
             self._ragged.plan_prefills(sub_batch)
-        self._ragged.run_prefills(query, key, value, out)
+        self._ragged.run_prefills(*inputs.rows(sub_batch.tokens), out[sub_batch.tokens])
 
     def _plan_cached(self, prefills: SubBatch) -> None:
         is_same_dtype = self.spec.cache_dtype == self.spec.dtype
@@ -135,18 +123,16 @@ class FlashInferKernels(_FlashInferPrefills):
     def decode(
         self,
         sub_batch: SubBatch,
-        query: torch.Tensor,
+        inputs: AttentionInputs,
         cache: LayerCache,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
         new: NewTokens | None = None,
     ) -> None:
         assert new is None
         # A graph's plan is made before each replay, and never while it is captured.
         if self._decode.planned is not sub_batch and not self.is_graph:
             self._decode.plan_decodes(sub_batch, self._uploader.pages_of(sub_batch))
-        self._decode.run_decodes(query, cache, out)
+        self._decode.run_decodes(inputs.query[sub_batch.tokens], cache, out[sub_batch.tokens])
 
 
 class HybridKernels(_FlashInferPrefills):
@@ -171,14 +157,12 @@ class HybridKernels(_FlashInferPrefills):
     def decode(
         self,
         sub_batch: SubBatch,
-        query: torch.Tensor,
+        inputs: AttentionInputs,
         cache: LayerCache,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
         new: NewTokens | None = None,
     ) -> None:
-        self._shared.decode(sub_batch, query, cache, out, sinks=sinks, new=new)
+        self._shared.decode(sub_batch, inputs, cache, out, new)
 
 
 def log_loading(

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from attention.abstract import AttentionInputs
 from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.kernels.new_tokens import NewTokens
@@ -53,10 +54,8 @@ class LayerSet:
 class LayerKernels(ABC):
     """Plans each step once for a set of layers, and computes each layer.
 
-    Queries and results are `[num_tokens, num_heads, head_size]`, keys and values `[num_tokens,
-    num_kv_heads, head_size]`. Tokens may be strided, except in results. Results are written
-    completely; sequences without keys get zero. `sinks` is `[num_heads]` float32, or None for
-    layers without sinks.
+    `inputs` and `out` have all tokens of the step; a method reads and writes the tokens of the
+    sub-batch. Results are written completely; sequences without keys get zero.
     """
 
     def __init__(self, layers: LayerSet) -> None:
@@ -80,26 +79,13 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def prefill(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        cache: LayerCache,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, cache: LayerCache, out: torch.Tensor
     ) -> None:
         """Attend for queries of several tokens over cached keys."""
 
     @abstractmethod
     def prefill_ragged(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         """Attend to the keys of each sequence's own tokens, without the cache."""
 
@@ -107,11 +93,9 @@ class LayerKernels(ABC):
     def decode(
         self,
         sub_batch: SubBatch,
-        query: torch.Tensor,
+        inputs: AttentionInputs,
         cache: LayerCache,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
         new: NewTokens | None = None,
     ) -> None:
         """Attend for one query token of each sequence over cached keys.

@@ -119,15 +119,13 @@ class GpuMetadata(AttentionMetadata):
         """Attend for decodes that the kernel rotates and writes itself."""
         if (decodes := batch.decodes) is None:
             return
+        tokens = decodes.tokens
         assert inputs.key is not None
         assert inputs.value is not None
-        tokens = decodes.tokens
         positions = Rotary(rotary.positions[tokens], rotary.table)
         slots = batch.slot_mapping[tokens]
         new = NewTokens(inputs.key[tokens], inputs.value[tokens], slots, positions)
-        kernels.decode(
-            decodes, inputs.query[tokens], cache, out[tokens], sinks=inputs.sinks, new=new
-        )
+        kernels.decode(decodes, inputs, cache, out, new)
 
     def _attend_cached(
         self,
@@ -139,18 +137,16 @@ class GpuMetadata(AttentionMetadata):
         out: torch.Tensor,
     ) -> None:
         is_cross = params.attention_type is AttentionType.ENCODER_DECODER
-        query, sinks = inputs.query, inputs.sinks
         prefills, decodes = batch.sub_batches_of(params.attention_type)
         if prefills is not None:
-            tokens = prefills.tokens
             # With an fp8 cache whole prompts read the rounded keys too, as chunks of them do.
-            if prefills.has_no_context and not is_cross and cache.blocks.dtype == query.dtype:
-                _prefill_ragged(kernels, prefills, inputs, out)
+            is_wide = cache.blocks.dtype == inputs.query.dtype
+            if prefills.has_no_context and not is_cross and is_wide:
+                kernels.prefill_ragged(prefills, inputs, out)
             else:
-                kernels.prefill(prefills, query[tokens], cache, out[tokens], sinks=sinks)
+                kernels.prefill(prefills, inputs, cache, out)
         if decodes is not None:
-            tokens = decodes.tokens
-            kernels.decode(decodes, query[tokens], cache, out[tokens], sinks=sinks)
+            kernels.decode(decodes, inputs, cache, out)
 
     def _attend_ragged(
         self,
@@ -165,18 +161,7 @@ class GpuMetadata(AttentionMetadata):
             parts = (batch.encoders,)
         for sub_batch in parts:
             if sub_batch is not None:
-                _prefill_ragged(kernels, sub_batch, inputs, out)
-
-
-def _prefill_ragged(
-    kernels: LayerKernels, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
-) -> None:
-    """Attend for sequences that see the keys of the step alone."""
-    assert inputs.key is not None
-    assert inputs.value is not None
-    tokens = sub_batch.tokens
-    query, key, value = inputs.query[tokens], inputs.key[tokens], inputs.value[tokens]
-    kernels.prefill_ragged(sub_batch, query, key, value, out[tokens], sinks=inputs.sinks)
+                kernels.prefill_ragged(sub_batch, inputs, out)
 
 
 class GpuMetadataBuilder(AttentionMetadataBuilder):

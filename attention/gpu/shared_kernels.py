@@ -22,6 +22,7 @@ from attention.kernels.triton.tuning import (
 from attention.kernels.triton.write_new_tokens import write_new_tokens
 
 if TYPE_CHECKING:
+    from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
     from attention.kernels.decode_items import DecodeItems
     from attention.kernels.new_tokens import NewTokens
@@ -87,37 +88,25 @@ class SharedKernels(LayerKernels):
             self._plan_decode(decodes)
 
     def prefill(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        cache: LayerCache,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, cache: LayerCache, out: torch.Tensor
     ) -> None:
         assert sub_batch.block_tables is not None
         paged_attention(
-            query,
+            inputs.query[sub_batch.tokens],
             cache.blocks,
             query_starts=sub_batch.query_starts,
             seq_lens=sub_batch.seq_lens,
             block_tables=sub_batch.block_tables,
             max_query_len=sub_batch.max_query_len,
             options=self._options_of(cache),
-            out=out,
-            sinks=sinks,
+            out=out[sub_batch.tokens],
+            sinks=inputs.sinks,
         )
 
     def prefill_ragged(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
+        query, key, value = inputs.rows(sub_batch.tokens)
         if key.stride() != value.stride():
             # The kernel uses the same strides for both.
             key, value = key.contiguous(), value.contiguous()
@@ -129,21 +118,20 @@ class SharedKernels(LayerKernels):
             kv_starts=sub_batch.query_starts,
             max_query_len=sub_batch.max_query_len,
             options=self._options,
-            out=out,
-            sinks=sinks,
+            out=out[sub_batch.tokens],
+            sinks=inputs.sinks,
         )
 
     def decode(
         self,
         sub_batch: SubBatch,
-        query: torch.Tensor,
+        inputs: AttentionInputs,
         cache: LayerCache,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
         new: NewTokens | None = None,
     ) -> None:
         assert sub_batch.block_tables is not None
+        query, out = inputs.query[sub_batch.tokens], out[sub_batch.tokens]
         # A graph's decodes are scheduled before each replay, and never while it is captured.
         if self._planned is None or (self._planned[0] is not sub_batch and not self.is_graph):
             self._plan_decode(sub_batch)
@@ -165,7 +153,7 @@ class SharedKernels(LayerKernels):
                 has_sinks=self.params.has_sinks,
                 new=new,
             )
-        decode.launch(query, cache.keys, cache.values, out, sinks, new)
+        decode.launch(query, cache.keys, cache.values, out, inputs.sinks, new)
 
     def _plan_decode(self, sub_batch: SubBatch) -> None:
         tables = sub_batch.host_block_tables
@@ -218,23 +206,16 @@ class TorchSDPAKernels(SharedKernels):
         return {"prefill": "shared", "prefill_ragged": ragged, "decode": "shared"}
 
     def prefill_ragged(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         length = sub_batch.max_query_len
         are_equal = length * len(sub_batch.query_lens) == sub_batch.num_tokens
         is_cut = self.params.sliding_window is not None and length > self.params.sliding_window
         if not self._uses_torch or not are_equal or is_cut:
-            super().prefill_ragged(sub_batch, query, key, value, out, sinks=sinks)
+            super().prefill_ragged(sub_batch, inputs, out)
             return
         query, key, value = (
-            t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value)
+            t.unflatten(0, (-1, length)).transpose(1, 2) for t in inputs.rows(sub_batch.tokens)
         )
         result = scaled_dot_product_attention(
             query,
@@ -244,7 +225,7 @@ class TorchSDPAKernels(SharedKernels):
             scale=self.params.scale,
             enable_gqa=self.params.num_queries_per_kv > 1,
         )
-        out.copy_(result.transpose(1, 2).flatten(0, 1))
+        out[sub_batch.tokens].copy_(result.transpose(1, 2).flatten(0, 1))
 
 
 def _supports(params: AttentionParams, spec: AttentionSpec) -> bool:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.abstract import AttentionParams
 from attention.gpu.shared_kernels import SharedKernels
 from attention.gpu.xformers_unsupported import (
     SMALLEST_TILE,
@@ -23,6 +22,7 @@ from attention.kernels.triton.gather_blocks import gather_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
     from attention.gpu.layer_kernels import LayerCache, LayerSet
     from attention.kernels.new_tokens import NewTokens
@@ -81,49 +81,38 @@ class XFormersKernels(SharedKernels):
         return self._decodes is None and super().takes_new_tokens
 
     def prefill(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        cache: LayerCache,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, cache: LayerCache, out: torch.Tensor
     ) -> None:
         if self._ragged is None:
-            super().prefill(sub_batch, query, cache, out, sinks=sinks)
+            super().prefill(sub_batch, inputs, cache, out)
         else:
-            self._ragged.prefill(sub_batch, query, cache, out)
+            self._ragged.prefill(
+                sub_batch, inputs.query[sub_batch.tokens], cache, out[sub_batch.tokens]
+            )
 
     def prefill_ragged(
-        self,
-        sub_batch: SubBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
+        self, sub_batch: SubBatch, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         if self._ragged is None:
-            super().prefill_ragged(sub_batch, query, key, value, out, sinks=sinks)
+            super().prefill_ragged(sub_batch, inputs, out)
         else:
-            self._ragged.prefill_ragged(sub_batch, query, key, value, out)
+            self._ragged.prefill_ragged(
+                sub_batch, *inputs.rows(sub_batch.tokens), out[sub_batch.tokens]
+            )
 
     def decode(
         self,
         sub_batch: SubBatch,
-        query: torch.Tensor,
+        inputs: AttentionInputs,
         cache: LayerCache,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
         new: NewTokens | None = None,
     ) -> None:
         if self._decodes is None:
-            super().decode(sub_batch, query, cache, out, sinks=sinks, new=new)
+            super().decode(sub_batch, inputs, cache, out, new)
         else:
             assert new is None
-            self._decodes.run_decodes(query, cache, out)
+            self._decodes.run_decodes(inputs.query[sub_batch.tokens], cache, out[sub_batch.tokens])
 
 
 def _key_tables_of(batch: GpuBatch, params: AttentionParams) -> _KeyTables | None:
