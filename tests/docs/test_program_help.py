@@ -16,7 +16,7 @@ RUN_BY_PROGRAMS = (
     "tests/hostile/fuzz/fuzz_target.py",
     "tests/shared_ray.py",
     "tests/structured/fake_masks.py",
-    "tests/system/ray_cluster/other_node.py",
+    "tests/system/faults/other_node.py",
     "tests/workers/parallel/",
 )
 """Their arguments come from other programs and tests."""

@@ -30,9 +30,16 @@ import psutil
 import ray
 
 from bench.records.machine import cpu_name
-from tests.system.serve_cancels import CancelFrontend, Cancelled, cancel_many, lose_some
+from tests.system.serve_clients import (
+    CancelFrontend,
+    Cancelled,
+    Ended,
+    Streams,
+    cancel_many,
+    lose_some,
+    summary,
+)
 from tests.system.serve_cluster import ServeCluster
-from tests.system.serve_streams import Ended, Streams, summary
 
 _PARTS = (
     "kill",

@@ -16,7 +16,7 @@ from tests.system.server_process import ROOT, TINY_LLAMA
 def run_apart(*arguments: str) -> list[Any]:  # Any: JSON values
     """Run the program, and return the lines that it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.system.ray_cluster.other_node", str(TINY_LLAMA), *arguments],
+        [sys.executable, "-m", "tests.system.faults.other_node", str(TINY_LLAMA), *arguments],
         cwd=ROOT,
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import RecordingSink, wait_for
 from tests.small_models.checkpoints import CASES, save_checkpoint
-from tests.system.rank_processes import rank_processes
+from tests.system.engines import rank_processes
 
 UNKNOWN_TOKEN = 10**6
 """The model has no such token, so that its rank dies. The validator would reject it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.structure import Structure
-from tests.small_models.reasoning_model import END_TOKEN_ID, write_reasoning_model
+from tests.system.engines import open_llm
 
 REGEX = "[a-f]{2,6}-[0-9]{3}"
 ASK = [{"role": "user", "content": "Some things are"}]
@@ -29,7 +32,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         "max_model_len": 512,
         "structure_compile_s": 20.0,
     }
-    with LLM(folder, executor="local", **options) as llm:
+    with open_llm(folder, **options) as llm:
         yield llm
 
 
@@ -148,3 +151,29 @@ def test_prompt_may_end_the_reasoning(llm: LLM) -> None:
         assert re.fullmatch(REGEX, output.content.lstrip()), output.text
     (plain,) = llm.generate("Some things are", params(), use_tqdm=False)
     assert all(re.fullmatch(REGEX, output.text) for output in plain.outputs)
+
+
+_TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "<|assistant|>{% if enable_thinking is not defined or enable_thinking %}<think>\n"
+    "{% else %}<think>\n\n</think>\n\n{% endif %}"
+)
+END_TOKEN_ID = 3071
+"""The token of `</think>`, the last one of the vocabulary."""
+
+
+def write_reasoning_model(folder: Path) -> None:
+    """Write the model to an empty folder."""
+    for path in _TINY_LLAMA.iterdir():
+        if path.name != "tokenizer.json":
+            shutil.copy(path, folder)
+    tokenizer = json.loads((_TINY_LLAMA / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    (last,) = (token for token, token_id in model["vocab"].items() if token_id == END_TOKEN_ID)
+    del model["vocab"][last]
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) != last]
+    added = {**tokenizer["added_tokens"][0], "id": END_TOKEN_ID, "content": "</think>"}
+    tokenizer["added_tokens"].append({**added, "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 
@@ -16,8 +17,9 @@ from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.structure import Structure
-from tests.system.rank_processes import rank_processes
-from tests.system.server_process import TINY_LLAMA
+from tests.small_models.scripted_model import write_scripted_model
+from tests.system.engines import open_llm, rank_processes
+from tests.system.server_process import TINY_LLAMA, ServerProcess
 
 PROMPT = "Some things are"
 SCHEMA = {
@@ -113,7 +115,7 @@ def params_of(structure: Structure | None, **changes: Any) -> SamplingParams:  #
 
 
 def local_llm(**options: Any) -> LLM:  # Any: engine options of any type
-    return LLM(TINY_LLAMA, executor="local", **(OPTIONS | options))
+    return open_llm(**OPTIONS | options)
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +274,63 @@ def test_an_invalid_structure_is_rejected(llm: LLM, structure: Structure) -> Non
     with pytest.raises(InvalidRequestError) as caught:
         llm.generate([PROMPT], params_of(structure), use_tqdm=False)
     assert caught.value.param == "structure"
+
+
+_FLAGS = ("--executor=local", "--dtype=float32", "--max-model-len=2048", "--num-blocks=256")
+_TURNS = {
+    "hermes": (
+        "I look.",
+        '\n<tool_call>\n{"name": "look", "arguments": ',
+        '{"a": "x"}}',
+        "\n</tool_call>",
+    ),
+    "pythonic": ("[look(", 'a="x"', " ) ]"),
+    "qwen3_coder": (
+        "I look.",
+        "\n<tool_call>\n<function=look>\n<parameter=a>\n",
+        "not a number",
+        "\n</parameter>\n</function>\n</tool_call>",
+    ),
+}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(_TURNS))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ServerProcess, str | None]]:
+    """A server, and the text that its model writes before the call."""
+    folder = tmp_path_factory.mktemp("model") / "scripted"
+    folder.mkdir()
+    write_scripted_model(folder, [_TURNS[request.param]])
+    flags = (*_FLAGS, f"--tool-call-format={request.param}")
+    with ServerProcess(flags, folder) as server:
+        yield server, "I look." if "I look." in _TURNS[request.param] else None
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_arguments_are_valid_if_the_tool_is_strict(
+    server: tuple[ServerProcess, str | None], *, is_strict: bool
+) -> None:
+    process, content = server
+    function = {"name": "look", "strict": is_strict, "parameters": _PARAMETERS}
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "Look."}],
+        "temperature": 0,
+        "max_tokens": 100,
+        "tools": [{"type": "function", "function": function}],
+    }
+    answer = httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    assert choice["message"]["content"] == content
+    (call,) = choice["message"]["tool_calls"]
+    found = json.loads(call["function"]["arguments"])["a"]
+    assert (found in range(1, 100)) is is_strict, found
+    assert choice["finish_reason"] == "tool_calls"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,14 @@ from cluster.engine.controller import Controller
 from cluster.llm.generation import BeamSearchOutput, Generation
 from pagedray import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from pagedray.errors import (
+    DuplicateIdError,
     EngineError,
     InvalidRequestError,
     OverloadedError,
     StartupError,
 )
 from pagedray.request import Request
-from tests.system.held_steps import hold_steps
+from tests.system.engines import hold_steps, open_llm
 from tests.system.server_process import TINY_LLAMA
 
 TEXT = "def read_config(path):"
@@ -51,14 +53,7 @@ def engine(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(
-        TINY_LLAMA,
-        device="cpu",
-        dtype="float32",
-        num_threads=1,
-        executor="local",
-        show_progress=False,
-    ) as found:
+    with open_llm() as found:
         yield found
 
 
@@ -312,3 +307,116 @@ def test_shutdown_ends_what_runs() -> None:
 
 def test_public_names_are_shown() -> None:
     assert {"LLM", "AsyncLLM", "SamplingParams", "RequestOutputKind"} <= set(dir(pagedray))
+
+
+NUM_BLOCKS = 96
+
+
+@pytest.fixture(scope="module")
+def small_engine(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
+    found = AsyncLLM(
+        TINY_LLAMA,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        executor="local",
+        num_blocks=NUM_BLOCKS,
+        show_progress=False,
+    )
+    yield found
+    found.shutdown()
+
+
+def num_free(small_engine: AsyncLLM) -> int:
+    return small_engine.stats().scheduler.num_free_blocks
+
+
+def wait_until_free(small_engine: AsyncLLM) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while num_free(small_engine) != NUM_BLOCKS and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert num_free(small_engine) == NUM_BLOCKS
+
+
+def test_cancelling_a_task_frees_its_blocks(small_engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> int:
+        has_begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in small_engine.generate(TEXT * 8, ENDLESS):
+                has_begun.set()
+
+        task = asyncio.create_task(read())
+        await has_begun.wait()
+        held = NUM_BLOCKS - num_free(small_engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return held
+
+    assert runner.run(run()) > 0
+    wait_until_free(small_engine)
+
+
+def test_leaving_the_loop_frees_its_blocks(small_engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        stream = small_engine.generate(TEXT, ENDLESS, "left")
+        async for _ in stream:
+            break
+        await stream.aclose()
+        # The id is free again.
+        await anext(again := small_engine.generate(TEXT, ENDLESS, "left"))
+        await again.aclose()
+
+    runner.run(run())
+    wait_until_free(small_engine)
+
+
+@pytest.mark.parametrize("request_id", [5, None, b"one", {"one": 1}, ["one", 5]])
+def test_abort_of_other_ids_is_rejected(
+    small_engine: AsyncLLM,
+    runner: asyncio.Runner,
+    request_id: Any,  # Any: what is wrong
+) -> None:
+    async def run() -> Generation:
+        stream = small_engine.generate(TEXT, GREEDY, "one")
+        await anext(stream)
+        with pytest.raises(InvalidRequestError, match="request_id must be a string or several"):
+            await small_engine.abort(request_id)
+        return [result async for result in stream][-1]
+
+    assert runner.run(run()).outputs[0].finish_reason == "length"
+
+
+def test_aborted_requests_end_with_a_result(small_engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> list[Generation]:
+        found = []
+        async for result in small_engine.generate(TEXT, ENDLESS, "one"):
+            found.append(result)
+            with pytest.raises(DuplicateIdError):
+                await anext(small_engine.generate(TEXT, ENDLESS, "one"))
+            await small_engine.abort(["one", "unknown"])
+        return found
+
+    last = runner.run(run())[-1]
+    assert (last.request_id, last.outputs[0].finish_reason) == ("one", "abort")
+    assert last.finished
+    wait_until_free(small_engine)
+
+
+def test_requests_are_aborted_before_they_begin(
+    small_engine: AsyncLLM, runner: asyncio.Runner
+) -> None:
+    async def run() -> list[Generation]:
+        async def read() -> list[Generation]:
+            return [result async for result in small_engine.generate(TEXT, ENDLESS, "early")]
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        await small_engine.abort("early")
+        return await task
+
+    (*_, last) = runner.run(run())
+    assert last.outputs[0].finish_reason == "abort"
+    assert len(last.outputs[0].token_ids) < ENDLESS.max_tokens  # type: ignore[operator]  # not None
+    wait_until_free(small_engine)

@@ -15,6 +15,7 @@ from pagedray import LLM, BeamSearchParams, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.system.engines import open_llm
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 
 PROMPTS = ["class Queue:", "def read_config(path):\n", "The"]
@@ -29,15 +30,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(
-        str(TINY_LLAMA),
-        executor="local",
-        device="cpu",
-        dtype="float32",
-        num_threads=1,
-        num_blocks=512,
-        show_progress=False,
-    ) as engine:
+    with open_llm(num_blocks=512) as engine:
         yield engine
 
 

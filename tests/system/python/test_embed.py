@@ -20,7 +20,7 @@ from pagedray import LLM
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
-from tests.system.rank_processes import rank_processes
+from tests.system.engines import rank_processes
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 from tests.workers.models.encoder_reference import (
     TEXTS,

@@ -8,32 +8,23 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.engine.controller import Controller
-from cluster.llm.prompts import SampledPrompt
+from cluster.llm.prompts import SaltedPrompt, SampledPrompt
 from pagedray import LLM, FinishReason, SamplingParams
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import Request
-from tests.system.held_steps import hold_steps
-from tests.system.server_process import TINY_LLAMA
+from pagedray.structure import Structure
+from tests.system.engines import hold_steps, open_llm
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(
-        TINY_LLAMA,
-        executor="local",
-        device="cpu",
-        # Rounding depends on the batch; in float32 too little to change a greedy token.
-        dtype="float32",
-        num_threads=1,
-        max_num_seqs=4,
-        max_queued_requests=2,
-        show_progress=False,
-    ) as engine:
+    with open_llm(max_num_seqs=4, max_queued_requests=2) as engine:
         yield engine
 
 
@@ -107,9 +98,7 @@ def test_seeds_follow_the_order_of_the_prompts() -> None:
             SamplingParams(temperature=1.5, max_tokens=length, ignore_eos=True)
             for length in lengths
         ]
-        with LLM(
-            TINY_LLAMA, executor="local", device="cpu", dtype="float32", seed=1, show_progress=False
-        ) as engine:
+        with open_llm(seed=1) as engine:
             found = engine.generate(["x"] * len(params), params, use_tqdm=False)
         return [one.outputs[0].token_ids[0] for one in found]
 
@@ -285,7 +274,7 @@ def test_bad_prompt_among_few_good_ones_starts_nothing(llm: LLM) -> None:
 
 
 def test_a_closed_llm_says_so() -> None:
-    with LLM(TINY_LLAMA, executor="local", device="cpu", show_progress=False) as llm:
+    with open_llm() as llm:
         pass
     with pytest.raises(EngineError, match="LLM is closed"):
         llm.generate("import os", SAMPLED, use_tqdm=False)
@@ -294,9 +283,69 @@ def test_a_closed_llm_says_so() -> None:
 
 
 def test_requests_that_run_when_it_is_closed_say_so() -> None:
-    with LLM(TINY_LLAMA, executor="local", device="cpu", show_progress=False) as llm:
+    with open_llm() as llm:
         stream = llm.stream("import os", SamplingParams(max_tokens=900, ignore_eos=True))
         next(stream)
         llm.close()
         with pytest.raises(EngineError, match="LLM is closed"):
             list(stream)
+
+
+SCHEMA = '{"type": "array", "items": {"type": "integer"}, "minItems": 9}'
+CASES: dict[str, dict[str, Any]] = {  # Any: fields of several types
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 5, "top_p": 0.9, "n": 2},
+    "penalties": {"seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
+    # Of the two tokens of a word nearly alone.
+    "bad words": {"seed": 5, "bad_words": ["self._"], "logit_bias": {291: 30.0, 349: 30.0}, "n": 4},
+    "end of text": {"seed": 5, "ignore_eos": False, "min_tokens": 20},
+    "structure": {"seed": 5, "structure": Structure(kind="json_schema", text=SCHEMA), "n": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def roomy_llm() -> Iterator[LLM]:
+    with open_llm(num_blocks=256) as roomy_llm:
+        yield roomy_llm
+
+
+def tokens_of(roomy_llm: LLM, requests: Sequence[Request]) -> list[list[tuple[int, ...]]]:
+    """Run requests; return the tokens that each sequence gained."""
+    buffer = roomy_llm._sink.open_buffer(requests, is_watched=False)
+    gained: dict[str, list[list[int]]] = {
+        one.id: [[] for _ in range(one.sampling.n)] for one in requests
+    }
+    num_open = sum(len(one.open_indices) for one in requests)
+    for one in requests:
+        roomy_llm._controller.submit_request(one)
+    while num_open:
+        for event in buffer.take_events():
+            gained[event.request_id][event.index] += event.token_ids
+            num_open -= event.finish_reason is not None
+    roomy_llm._sink.close_buffer(requests)
+    return [[tuple(tokens) for tokens in gained[one.id]] for one in requests]
+
+
+@pytest.mark.parametrize("sampling", CASES.values(), ids=CASES.keys())
+def test_a_continued_request_has_the_same_tokens(roomy_llm: LLM, sampling: dict[str, Any]) -> None:
+    params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **sampling})
+    (request,) = roomy_llm._validated(
+        roomy_llm._requests.sample([SaltedPrompt("def read_config(path):\n")], params)
+    )
+    (whole,) = tokens_of(roomy_llm, [request])
+    cuts = range(0, max(map(len, whole)), 9)
+    continued = [
+        msgspec.structs.replace(
+            request,
+            id=f"{request.id}-{cut}",
+            # A sequence that was finished by then does not run.
+            generated_token_ids=tuple(
+                tokens[: cut + index] if cut + index < len(tokens) else None
+                for index, tokens in enumerate(whole)
+            ),
+        )
+        for cut in cuts
+    ]
+    for one, gained in zip(continued, tokens_of(roomy_llm, continued), strict=True):
+        for begun, added, tokens in zip(one.generated_token_ids, gained, whole, strict=True):
+            assert added == () if begun is None else (*begun, *added) == tokens

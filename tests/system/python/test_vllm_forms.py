@@ -22,6 +22,7 @@ from cluster.engine.vllm_options import own_options, token_count
 from cluster.llm.options import LLMOptions
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.errors import InvalidRequestError, StartupError
+from tests.system.engines import open_llm
 from tests.system.server_process import TINY_LLAMA
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -323,7 +324,7 @@ def test_defaults_of_their_arguments_are_taken(llm: LLM) -> None:
 
 def test_seed_makes_results_repeat() -> None:
     def sampled(seed: int) -> list[str]:
-        with LLM(TINY_LLAMA, seed=seed, executor="local", device="cpu", show_progress=False) as llm:
+        with open_llm(seed=seed) as llm:
             results = llm.generate([TEXT] * 2, SamplingParams(max_tokens=12), use_tqdm=False)
             return [one.outputs[0].text for one in results]
 

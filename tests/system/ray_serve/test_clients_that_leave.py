@@ -18,7 +18,7 @@ from cluster.serving.server_info import ServerLoads
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.ray_serve.application import LEASE_S, logged
-from tests.system.serve_cancels import CancelFrontend, cancel_many
+from tests.system.serve_clients import CancelFrontend, cancel_many
 from tests.system.serve_cluster import ServeCluster
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ import ray
 from ray.serve.schema import ServeDeploySchema
 
 from tests.system.ray_serve.application import PROMPT, serve_config
+from tests.system.serve_clients import Streams
 from tests.system.serve_cluster import SMALL, ServeCluster
 from tests.system.serve_faults import (
     kill_one,
@@ -21,7 +22,6 @@ from tests.system.serve_faults import (
     stop_while_loading,
     until_whole,
 )
-from tests.system.serve_streams import Streams
 
 pytestmark = pytest.mark.slow
 

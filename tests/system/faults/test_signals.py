@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import grpc
+import httpx
+import psutil
 import pytest
 import yaml
 
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.fakes import wait_for
+from tests.orphan_guard import guarded_process
 from tests.process_ends import still_running
-from tests.system.grpc_streams import GrpcStream, GrpcStreams
-from tests.system.server_process import ROOT, ServerProcess
+from tests.system.grpc_streams import GrpcStream, GrpcStreams, assert_ended
+from tests.system.server_process import ROOT, TINY_LLAMA, ServerProcess, serve_command
 
 KEY = "an API key of the test"
 NUM_STREAMS = 32
@@ -100,3 +108,80 @@ def test_streams_finish_as_the_manifest_starts_the_server(tmp_path: Path) -> Non
     with streaming(*options, num_tokens=200, key=KEY) as (server, streams):
         server.send(signal.SIGTERM)
         assert_drained(server, streams, 200)
+
+
+@pytest.mark.slow
+def test_server_ends_together_with_ray() -> None:
+    with ServerProcess(()) as server:
+        family = server.family()
+        # The server leads a session of its own.
+        os.killpg(server.pid, signal.SIGTERM)
+        assert server.wait(60.0) == 0
+        assert_ended(family)
+
+
+@pytest.mark.parametrize(
+    ("executor", "second"),
+    [
+        pytest.param("ray", signal.SIGTERM, marks=pytest.mark.slow),
+        ("local", signal.SIGINT),
+    ],
+)
+def test_a_second_signal_ends_the_drain(executor: str, second: signal.Signals) -> None:
+    sampling = pagedray_pb2.SamplingParams(max_tokens=900, ignore_eos=True, n=16)
+    with (
+        ServerProcess((f"--executor={executor}", "--drain-s=300")) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
+    ):
+        service = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        stream = service.Generate(pagedray_pb2.GenerateRequest(text="x", sampling=sampling))
+        next(stream)
+        server.send(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        # It waits for the stream, which continues.
+        next(stream)
+        server.send(second)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(stream)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.wait(60.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("executor", "number", "last_line"),
+    [
+        pytest.param("local", signal.SIGINT, "", marks=pytest.mark.slow),
+        ("ray", signal.SIGINT, "Starting Ray"),
+        pytest.param("ray", signal.SIGTERM, "Starting Ray", marks=pytest.mark.slow),
+        pytest.param("ray", signal.SIGTERM, "Starting 1 rank", marks=pytest.mark.slow),
+    ],
+)
+def test_signal_while_loading_ends_all_before_it_has_loaded(
+    executor: str, number: signal.Signals, last_line: str
+) -> None:
+    command, environment = serve_command(TINY_LLAMA, "--device=cpu", f"--executor={executor}")
+    pipe = subprocess.PIPE
+    with guarded_process(command, environment, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr is not None
+        # Each line reports progress.
+        while last_line not in process.stderr.readline():
+            continue
+        if executor == "ray":
+            # Amid the start of Ray's processes; a local rank may be ready by then.
+            time.sleep(0.5)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120.0)
+        assert process.returncode == 0
+        # It did not finish loading.
+        assert output == ""
+    # Those too that started after the signal.
+    wait_for(lambda: not _running_in_session(process.pid))
+
+
+def _running_in_session(number: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == number and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
