@@ -1,22 +1,38 @@
-"""Errors over gRPC: code, message and details."""
+"""Errors over gRPC, and messages that are rejected: malformed, too large, or too costly to parse."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cluster.serving.auth import ANONYMOUS
+from cluster.serving.call_options import CallOptions
+from cluster.serving.intake import IntakeLimits, RequestSize
+from cluster.serving.rpc.methods import StalledWrites
+from cluster.serving.rpc.requests import check_fields
 from cluster.serving.rpc.status import code_of, status_of
 from pagedray import errors
+from pagedray.errors import ContextLengthError, InvalidRequestError, StalledReaderError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.grpc_frontend import status_of_call
+from tests.serving.conftest import CONTEXT
+from tests.serving.grpc_frontend import grpc_frontend, status_of_call
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from google.rpc.status_pb2 import Status
 
+    from cluster.serving.text.tokenizer import Tokenizer
+    from tests.serving.conftest import Server
     from tests.serving.fake_engine import FakeEngine
 
 Stub = pagedray_pb2_grpc.GenerationServiceStub
@@ -127,3 +143,255 @@ def test_defect_has_a_generic_message(caplog: pytest.LogCaptureFixture) -> None:
     assert code_of(status) is grpc.StatusCode.INTERNAL
     assert b"secret" not in status.SerializeToString()
     assert "secret" in caplog.text
+
+
+LIMIT = 2**20 + 8 * 128 * CONTEXT
+"""Bytes of a message."""
+
+
+def _raw_call(server: Server, method: str, body: bytes, **options: Any) -> grpc.RpcError:
+    # Any: the options of a grpc call
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        call = channel.unary_stream(f"/pagedray.v1.GenerationService/{method}", None, None)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(body, **options))
+        return caught.value
+
+
+@pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x12\x7fshort"])
+def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -> None:
+    error = _raw_call(server, "Generate", body)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "The message is not a valid GenerateRequest."
+    assert server.engine.log.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field with number 127."),
+        (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field with number 127."),
+        (
+            pb.GenerateRequest(
+                text="x",
+                sampling=pb.SamplingParams(
+                    logit_bias={5: 1.0},
+                    structure=pb.Structure.FromString(b"\xfa\x07\x01y"),
+                ),
+            ).SerializeToString(),
+            "Structure has no field with number 127.",
+        ),
+        (b"x" * 20_000, "GenerateRequest has 20000 bytes of unknown fields."),
+    ],
+    ids=["message", "nested message", "after a map", "many"],
+)
+def test_unknown_field_is_rejected(server: Server, body: bytes, text: str) -> None:
+    error = _raw_call(server, "Generate", body)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (LIMIT, "The message is not a valid TokenizeRequest."),
+        (
+            LIMIT + 1,
+            f"Message of {LIMIT + 1} bytes is larger than the limit of {LIMIT} bytes "
+            "(--max-request-kib).",
+        ),
+    ],
+)
+def test_too_large_message_is_rejected_before_it_is_parsed(
+    server: Server, num_bytes: int, text: str
+) -> None:
+    # These bytes are not a message, so parsing them fails.
+    error = _raw_call(server, "Tokenize", b"\xff" * num_bytes)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_message_far_too_large_is_rejected_by_its_length(server: Server) -> None:
+    error = _raw_call(server, "Generate", b"\xff" * (2 * LIMIT))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"({2 * LIMIT} vs. {LIMIT + LIMIT // 2})" in str(error.details())
+    assert server.engine.log.submitted == []
+
+
+def test_too_much_metadata_is_rejected(server: Server) -> None:
+    error = _raw_call(server, "Generate", b"", metadata=(("x-large", "x" * 20_000),))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
+    started_s = time.process_time()
+    # An empty turn has two bytes, and takes about a microsecond to parse.
+    error = _raw_call(server, "Chat", b"\x12\x00" * 500_000)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == (
+        "messages has too many entries: a message may have at most 24576 fields, those of nested "
+        "messages included."
+    )
+    assert time.process_time() - started_s < 20
+
+
+def test_compressed_message_is_rejected(server: Server) -> None:
+    body = pb.GenerateRequest(text="x" * 100_000).SerializeToString()
+    error = _raw_call(server, "Generate", body, compression=grpc.Compression.Gzip)
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert server.engine.log.submitted == []
+
+
+def test_unknown_method_is_unimplemented(server: Server) -> None:
+    assert _raw_call(server, "Nothing", b"").code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+SIZE = RequestSize(num_list_values=5000, context=5000)
+
+
+def check(message: Message, size: RequestSize = SIZE) -> None:
+    check_fields(type(message), message.SerializeToString(), size)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.GenerateRequest(),
+        pb.GenerateRequest(text="x" * 1_000_000),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1] * 5000)),
+        pb.GenerateRequest(
+            text="x",
+            sampling=pb.SamplingParams(
+                max_tokens=5, temperature=0.5, seed=-1, stop=["a"], logit_bias={5: 1.0}
+            ),
+            timeout={"seconds": 5},
+        ),
+        pb.ChatRequest(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="x")] * 4096),
+        pb.EmbedRequest(prompts=[pb.EmbedPrompt(token_ids=pb.TokenIds(ids=[7] * 500))] * 2048),
+    ],
+    ids=["empty", "text", "ids", "sampling", "messages", "embeddings"],
+)
+def test_messages_within_the_limits_pass(message: Message) -> None:
+    check(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.ChatRequest(messages=[pb.ChatMessage()] * 100_000), "messages"),
+        (
+            pb.ChatRequest(messages=[pb.ChatMessage(tool_calls=[pb.ToolCall()] * 100_000)]),
+            "messages",
+        ),
+        (
+            pb.ChatRequest(messages=[pb.ChatMessage(tool_calls=[pb.ToolCall()] * 100)] * 1000),
+            "messages",
+        ),
+        (pb.AbortRequest(request_ids=[""] * 100_000), "request_ids"),
+        (
+            pb.GenerateRequest(
+                sampling=pb.SamplingParams(
+                    structure=pb.Structure(choices=pb.Choices(texts=[""] * 100_000))
+                )
+            ),
+            "sampling",
+        ),
+    ],
+    ids=["messages", "tool calls", "small messages", "strings", "choices"],
+)
+def test_too_many_fields_are_rejected(message: Message, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} has too many entries") as rejected:
+        check(message)
+    assert rejected.value.param == field
+
+
+def test_unpacked_numbers_and_unknown_fields_count() -> None:
+    for tag in (b"\x08", b"\xf8\x07"):
+        with pytest.raises(InvalidRequestError, match="too many entries"):
+            check_fields(pb.TokenIds, (tag + b"\x01") * 100_000, SIZE)
+
+
+MANY = pb.ChatRequest(messages=[pb.ChatMessage()] * 100_000).SerializeToString()
+LONG = pb.TokenizeRequest(text="x" * 5000).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (pb.ChatRequest, b"\xa3\x06\xa4\x06" + MANY),
+        (pb.ChatRequest, b"\xa3\x06" + MANY + b"\xa4\x06"),
+        (pb.TokenizeRequest, LONG + b"\x1a\x04\xa3\x06\xa4\x06"),
+    ],
+    ids=["before", "around", "nested"],
+)
+def test_a_group_hides_no_fields(kind: type[Message], body: bytes) -> None:
+    # Field 100 as a group, which the parser skips.
+    kind.FromString(body)
+    with pytest.raises(InvalidRequestError, match="has no field with number 100"):
+        check_fields(kind, body, SIZE)
+
+
+@pytest.mark.parametrize("token_id", [0, 300, 2**32 - 1])
+def test_more_token_ids_than_a_context_are_rejected(token_id: int) -> None:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[token_id] * 5001))
+    with pytest.raises(ContextLengthError, match=r"5001 entries.*--max-model-len") as rejected:
+        check(message)
+    assert rejected.value.param == "token_ids"
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_counted_or_rejected(body: bytes) -> None:
+    for kind in (pb.ChatRequest, pb.GenerateRequest):
+        check_fields(kind, body, SIZE)
+
+
+TENANT_BYTES = 64 * 2**20
+# None waits for so long that it is rejected.
+LIMITS = IntakeLimits(wait_s=600.0)
+REQUEST = pb.TokenizeRequest(text="hello")
+
+
+async def test_calls_wait_while_others_that_are_read_have_all_the_room(
+    tokenizer: Tokenizer,
+) -> None:
+    async with (
+        grpc_frontend(tokenizer, calls=CallOptions(intake_limits=LIMITS)) as server,
+        grpc.aio.insecure_channel(server.target) as channel,
+    ):
+        stub = server.stub(channel)
+        reception = server.servicer.intake.reception
+        with reception.open_message(ANONYMOUS.name) as others:
+            assert others.reserve(TENANT_BYTES)
+            calls = [stub.Tokenize(REQUEST) for _ in range(300)]
+            await wait_until(
+                lambda: reception.num_waiting + sum(call.done() for call in calls) == 300
+            )
+        codes = Counter([await call.code() for call in calls])
+        assert codes == {grpc.StatusCode.OK: 256, grpc.StatusCode.RESOURCE_EXHAUSTED: 44}
+        assert reception.num_bytes == 0
+
+
+TIMEOUT_S = 0.2
+
+
+async def write(writes: StalledWrites, accepted: asyncio.Event) -> None:
+    """Write a message that the client accepts later."""
+    with writes.watched() as writer:
+        writer.num_marks += 1
+        await accepted.wait()
+        writer.num_marks += 1
+
+
+async def test_a_write_that_is_not_accepted_ends_its_call() -> None:
+    with pytest.raises(StalledReaderError):
+        await asyncio.wait_for(write(StalledWrites(TIMEOUT_S), asyncio.Event()), 60.0)
+
+
+async def test_a_pause_of_the_process_during_a_write_is_no_stall() -> None:
+    accepted = asyncio.Event()
+    writing = asyncio.create_task(write(StalledWrites(TIMEOUT_S), accepted))
+    # The write is seen before the pause.
+    await asyncio.sleep(TIMEOUT_S / 4)
+    time.sleep(5 * TIMEOUT_S)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    accepted.set()
+    await writing
