@@ -22,7 +22,7 @@ from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.rejections.rejected_cases import CASES, Case
+from tests.serving.rejections.test_rejected_cases import CASES, Case
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -1,4 +1,4 @@
-"""Chats with invalid parameters are rejected, and never reach the engine."""
+"""Chats and completions with invalid parameters are rejected, and never reach the engine."""
 
 from __future__ import annotations
 
@@ -177,4 +177,145 @@ def test_chat_rejects(server: Server, body: dict[str, Any], text: str) -> None:
     good = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=good | body)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, text)
+    assert server.engine.log.submitted == []
+
+
+HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
+    ({"prompt": None}, "prompt is required.", "prompt"),
+    ({"prompt": 5}, "prompt must be a string, a list of strings, a list of token ids or a list of "
+     "such lists.", "prompt"),
+    ({"prompt": [1, "a"]}, "prompt must be a string, a list of strings, a list of token ids or a "
+     "list of such lists.", "prompt"),
+    ({"prompt": [True]}, "prompt must be a string, a list of strings, a list of token ids or a "
+     "list of such lists.", "prompt"),
+    ({"prompt": [[]]}, "prompt must not be empty.", "prompt"),
+    ({"prompt": [-1]}, "prompt contains token id -1, but ids are 0 to 319.", "prompt"),
+    ({"prompt": ["x"] * 129}, "n = 1 for 129 prompts requests 129 sequences; at most 128 are "
+     "allowed.", "prompt"),
+    ({"prompt": ["x"] * 65, "n": 2}, "n = 2 for 65 prompts requests 130 sequences; at most "
+     "128 are allowed.", "prompt"),
+    ({"max_tokens": 0}, "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
+     "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens must be 1 or more, not -2.", "max_tokens"),
+    ({"max_completion_tokens": 0, "max_tokens": 5},
+     "max_completion_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
+     "max_completion_tokens"),
+    ({"max_tokens": "5"}, "max_tokens must be an integer, not '5'.", "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens must be an integer, not 5.5.", "max_tokens"),
+    ({"max_tokens": True}, "max_tokens must be an integer, not true.", "max_tokens"),
+    ({"max_tokens": [5]}, "max_tokens must be an integer, not a list.", "max_tokens"),
+    ({"max_tokens": {"a": 5}}, "max_tokens must be an integer, not an object.", "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be from 0 to 8, not 9.", "min_tokens"),
+    ({"temperature": "hot"}, "temperature must be a number, not 'hot'.", "temperature"),
+    ({"temperature": [1] * 9}, "temperature must be a number, not a list.",
+     "temperature"),
+    ({"top_k": -2}, "top_k must be -1 or more, not -2.", "top_k"),
+    ({"seed": 2**64}, "seed must be from -9223372036854775808 to 9223372036854775807, not "
+     "18446744073709551616.", "seed"),
+    ({"priority": 2**40}, "priority must be from -2147483648 to 2147483647, not 1099511627776.",
+     "priority"),
+    ({"stop": 5}, "stop must be a list of strings.", "stop"),
+    ({"stop": [5]}, "stop must contain strings of 1 to 512 characters.", "stop"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers.", "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids.0 must be an integer, not 'a'.",
+     "stop_token_ids.0"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids requires logprobs.", "logprob_token_ids"),
+    ({"logprob_token_ids": [5], "n": 1, "best_of": 2}, "logprob_token_ids requires logprobs.",
+     "logprob_token_ids"),
+    ({"logprob_token_ids": [], "logprobs": 1}, "logprob_token_ids must not be empty.",
+     "logprob_token_ids"),
+    ({"logprob_token_ids": [320], "logprobs": 1},
+     "logprob_token_ids contains token id 320, but ids are 0 to 319.", "logprob_token_ids"),
+    ({"logprob_token_ids": [*range(21)], "logprobs": 1},
+     "logprob_token_ids may have at most 20 entries, not 21.", "logprob_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must not be empty.", "allowed_token_ids"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of integers.",
+     "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "guided_regex": "a"},
+     "allowed_token_ids cannot be combined with a structure.", "allowed_token_ids"),
+    ({"bad_words": "a"}, "bad_words must be a list of strings.", "bad_words"),
+    ({"bad_words": [5]},
+     "bad_words must contain strings of 1 to 128 characters that are not blank.", "bad_words"),
+    ({"bad_words": ["a"], "guided_regex": "a"},
+     "bad_words cannot be combined with a structure.", "bad_words"),
+    ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers.",
+     "logit_bias"),
+    ({"logit_bias": {"05": 1}}, "logit_bias maps token ids, such as \"5\", and not '05'.",
+     "logit_bias"),
+    ({"extra_body": {"top_k": 1}}, "extra_body is not supported: the client library sends its "
+     "entries as parameters of the request.", "extra_body"),
+    ({"return_hidden_states": True}, "return_hidden_states is not supported: the server does not "
+     "return hidden states.", "return_hidden_states"),
+    ({"logit_bias": {"a": 1}}, "logit_bias maps token ids, such as \"5\", and not 'a'.",
+     "logit_bias"),
+    ({"logit_bias": {"5": "a"}}, "logit_bias.5 must be a number, not 'a'.", "logit_bias.5"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5 must be a number, not true.", "logit_bias.5"),
+    ({"stop_token_ids": [5, 6.0]}, "stop_token_ids.1 must be an integer, not 6.0.",
+     "stop_token_ids.1"),
+    ({"allowed_token_ids": [True]}, "allowed_token_ids.0 must be an integer, not true.",
+     "allowed_token_ids.0"),
+    ({"logprob_token_ids": [None], "logprobs": 1},
+     "logprob_token_ids.0 must be an integer, not null.", "logprob_token_ids.0"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias contains token id -5, but ids are 0 or more.",
+     "logit_bias"),
+    ({"top_k": 2**64}, "top_k must be from -1 to 2147483647, not 18446744073709551616.", "top_k"),
+    ({"logit_bias": {"5": 10**400}},
+     "logit_bias must be from -100 to 100, not a number of more than 30 digits.", "logit_bias"),
+    ({"n": 10**400}, "n must be from 1 to 128, not a number of more than 30 digits.", "n"),
+    ({"stream": "yes"}, "stream must be true or false, not 'yes'.", "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options requires stream = true.",
+     "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is not supported.",
+     "stream_options.x"),
+    ({"stream": True, "stream_options": 3}, "stream_options must be an object, not 3.",
+     "stream_options"),
+    ({"model": 5}, "model must be a string, not 5.", "model"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "echo with logprobs requires stream = false.",
+     "echo"),
+    ({"max_tokens": 0, "echo": True, "stream": True},
+     "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.", "max_tokens"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs requires stream = false.",
+     "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21.", "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "use_beam_search": True},
+     "prompt_logprobs cannot be combined with use_beam_search.", "prompt_logprobs"),
+    ({"suffix": "x"}, "suffix is not supported: the model's tokenizer has no known "
+     "fill-in-the-middle tokens.", "suffix"),
+    ({"best_of": 2, "n": 3}, "best_of must be from n = 3 to 128, not 2.", "best_of"),
+    ({"best_of": 129}, "best_of must be from n = 1 to 128, not 129.", "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of above n requires stream = false.", "best_of"),
+    ({"best_of": True}, "best_of must be an integer, not true.", "best_of"),
+    ({"best_of": 65, "prompt": ["x", "y"]},
+     "n = 65 for 2 prompts requests 130 sequences; at most 128 are allowed.", "prompt"),
+    ({"temprature": 1}, "temprature is not supported: did you mean temperature?", "temprature"),
+    ({"chat_template": "{{ x }}"}, "chat_template is not supported.", "chat_template"),
+    ({"guided_json": 5}, "guided_json must be a JSON Schema.", "guided_json"),
+    ({"guided_json": {}, "guided_regex": "a"},
+     "guided_regex and guided_json cannot be used together.",
+     "guided_regex"),
+    ({"structured_outputs": {}},
+     "structured_outputs requires one of json, regex, choice, grammar, json_object and "
+     "structural_tag.",
+     "structured_outputs"),
+    ({"structured_outputs": {"xml": 5}}, "structured_outputs.xml is not supported.",
+     "structured_outputs.xml"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be -1, or 1 or more, not -2.",
+     "truncate_prompt_tokens"),
+    ({"cache_salt": "x" * 1025}, "cache_salt may have at most 1024 characters, not 1025.",
+     "cache_salt"),
+    ({"request_id": "x" * 129}, "request_id must have 1 to 128 printable characters.",
+     "request_id"),
+    ({"no such\nname": 1}, "'no such\\nname' is not supported.", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "text", "param"), HTTP_CASES)
+def test_http_rejects_what_grpc_cannot_express(
+    server: Server, body: dict[str, Any], text: str, param: str | None
+) -> None:
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"} | body
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"], error["param"]) == (400, text, param)
     assert server.engine.log.submitted == []
