@@ -1,27 +1,37 @@
-"""Special tokens in messages stay text; everything else is encoded as Transformers encodes it."""
+"""Prompts to tokens, against Transformers, sentencepiece and the models' authors."""
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
+import shutil
+from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import sentencepiece
 import tokenizers
+import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cluster.cli.commands import main
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.serving.checkpoint import write_tokenizer
+from tests.serving.text.sentencepiece_folder import train_sentencepiece, write_sentencepiece
+from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
 
-TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
+LITERAL_TOKENS_TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 TOOLS_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}<|system|>{{ tool | tojson }}</s>{% endfor %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.name or '' }}"
@@ -60,7 +70,7 @@ def write_metaspace(folder: Path) -> None:
 @pytest.fixture(scope="module", params=["tiny-llama", "byte-level", "metaspace"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "tiny-llama":
-        return TINY_LLAMA
+        return LITERAL_TOKENS_TINY_LLAMA
     made = tmp_path_factory.mktemp("made")
     {"byte-level": write_byte_level, "metaspace": write_metaspace}[request.param](made)
     return made
@@ -239,3 +249,190 @@ def test_a_special_token_without_other_tokens_is_rejected(tmp_path: Path) -> Non
     )
     with pytest.raises(InvalidRequestError, match="cannot represent as ordinary text"):
         tokenizer.encode_marked(marked)
+
+
+CODE_LLAMA = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>")
+MISTRAL = ("[PREFIX]", "[MIDDLE]", "[SUFFIX]")
+PREFIXES = ("def f(x):\n    ", "import", "", "  x", "\n\u4f60")
+SUFFIXES = ("\n    return x\n", " x + 1", "return", "\u263a", "(\U0001f600)", "    ")
+
+
+@pytest.mark.parametrize("adds_special_tokens", [True, False])
+def test_code_llama_reads_the_suffix_without_a_leading_space(
+    tmp_path: Path, adds_special_tokens: bool
+) -> None:
+    library = write_sentencepiece(tmp_path, CODE_LLAMA)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.infilling is not None
+    pre, suf, mid, eot = map(library.piece_to_id, CODE_LLAMA)
+    start = [library.bos_id()] if adds_special_tokens else []
+    for prefix, suffix in product(PREFIXES, SUFFIXES):
+        # As in Meta's code: the first two tokens are the space and the character.
+        after = library.encode(f"\u263a{suffix}")[2:]
+        expected = [*start, pre, *library.encode(prefix), suf, *after, mid]
+        found = tokenizer.infilling.encode(
+            prefix, suffix, tokenizer, add_special_tokens=adds_special_tokens
+        )
+        assert found == expected
+    assert eot in tokenizer.infilling.end_token_ids
+
+
+def test_codestral_reads_the_suffix_first(tmp_path: Path) -> None:
+    library = write_sentencepiece(tmp_path, MISTRAL)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.infilling is not None
+    before, middle, after = map(library.piece_to_id, MISTRAL)
+    for prefix, suffix in product(PREFIXES, SUFFIXES):
+        # As in mistral-common.
+        suffix_ids = library.encode(f"\u263a{suffix}")[2:]
+        expected = [library.bos_id(), after, *suffix_ids, before, *library.encode(prefix)]
+        found = tokenizer.infilling.encode(prefix, suffix, tokenizer, add_special_tokens=True)
+        assert found == expected
+    assert set(tokenizer.infilling.end_token_ids) == {before, middle, after}
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ("<fim_{}>", "<fim_prefix>P<fim_suffix>S<fim_middle>"),
+        ("<[fim-{}]>", "<[fim-suffix]>S<[fim-prefix]>P<[fim-middle]>"),
+        (
+            "<\uff5cfim\u2581{}\uff5c>",
+            "<\uff5cfim\u2581begin\uff5c>P<\uff5cfim\u2581hole\uff5c>S<\uff5cfim\u2581end\uff5c>",
+        ),
+    ],
+)
+def test_other_families_have_the_text_of_their_cards(
+    tmp_path: Path, mark: str, expected: str
+) -> None:
+    names = ("prefix", "suffix", "middle", "begin", "hole", "end")
+    write_tokenizer(tmp_path, special_tokens=[mark.format(name) for name in names])
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.infilling is not None
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json")
+    )
+    found = tokenizer.infilling.encode("P", "S", tokenizer, add_special_tokens=True)
+    assert found == reference(expected).input_ids
+
+
+@pytest.mark.parametrize(
+    "marks", [CODE_LLAMA[1:], ("[PREFIX]", "[MIDDLE]"), ()], ids=["llama", "mistral", "none"]
+)
+def test_tokenizers_with_some_of_the_tokens_have_no_format(
+    tmp_path: Path, marks: tuple[str, ...]
+) -> None:
+    write_sentencepiece(tmp_path, marks)
+    assert Tokenizer.from_folder(tmp_path).infilling is None
+
+
+TEXTS = ["import numpy as np", "  def  f(x):", "na\u00efve \u4f60\u597d \U0001f600", ""]
+SENTENCES = ("import numpy as np", "def f(x): return x", "class A: pass")
+TEKKEN_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+"
+MERGED = [b"im", b"port", b"po", b"rt", b"import", b" n", b"um"]
+
+
+@pytest.fixture
+def converted_folder(tmp_path: Path) -> Path:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY_LLAMA / name, tmp_path / name)
+    return tmp_path
+
+
+def save_sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    model = train_sentencepiece()
+    (folder / "tokenizer.model").write_bytes(model)
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": "<unk>"}))
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+def save_tekken(folder: Path) -> dict[bytes, int]:
+    """Save a tokenizer of bytes and a few merges; return the ranks of its tokens."""
+    tokens = [*(bytes([index]) for index in range(256)), *sorted(MERGED, key=len)]
+    special = ["<unk>", "<s>", "</s>"]
+    content = {
+        "config": {
+            "pattern": TEKKEN_PATTERN,
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": len(tokens) + len(special),
+            "default_num_special_tokens": len(special),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": token, "is_control": True}
+            for rank, token in enumerate(special)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(content))
+    return {token: rank + len(special) for rank, token in enumerate(tokens)}
+
+
+def merged(word: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """Return the ids of a word: its bytes, of which the pair of the least rank is merged first."""
+    parts = [bytes([value]) for value in word]
+    while True:
+        pairs = [(ranks.get(a + b, 10**9), i) for i, (a, b) in enumerate(pairwise(parts))]
+        rank, place = min(pairs, default=(10**9, 0))
+        if rank == 10**9:
+            return [ranks[part] for part in parts]
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+
+
+def test_sentencepiece_model_is_read_as_the_library_reads_it(converted_folder: Path) -> None:
+    processor = save_sentencepiece(converted_folder)
+    tokenizer = Tokenizer.from_folder(converted_folder)
+    # Any: the library's types are inconsistent here.
+    reference: Any = AutoTokenizer.from_pretrained(converted_folder)
+    for text in (*TEXTS, *SENTENCES):
+        assert tokenizer.encode(text) == reference.encode(text)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == reference.decode(ids)
+    # Where spaces follow one another, transformers merges them in another order.
+    for text in SENTENCES:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == processor.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_ids == (processor.eos_id(),)
+
+
+def test_tekken_merges_by_its_ranks(converted_folder: Path) -> None:
+    ranks = save_tekken(converted_folder)
+    config = json.loads((converted_folder / "config.json").read_text())
+    (converted_folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    tokenizer = Tokenizer.from_folder(converted_folder)
+    words = (b"import", b" numpy", b" as", b" np")
+    expected = [token for word in words for token in merged(word, ranks)]
+    ids = tokenizer.encode("import numpy as np", add_special_tokens=False)
+    assert ids == expected
+    assert ranks[b"import"] in ids
+    text = "na\u00efve \u4f60\u597d \U0001f600"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
+def test_file_that_cannot_be_converted_is_named(
+    name: str, converted_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (converted_folder / name).write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be converted by transformers: "):
+        Tokenizer.from_folder(converted_folder)
+    assert main(("generate", str(converted_folder), "x", "--device=cpu", "--executor=local")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pagedray: error: ")
+
+
+def test_missing_library_is_named(converted_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_sentencepiece(converted_folder)
+    find = importlib.util.find_spec
+
+    def find_others(name: str) -> ModuleSpec | None:
+        return None if name == "sentencepiece" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    with pytest.raises(CheckpointError, match="without sentencepiece; run: pip install transf"):
+        Tokenizer.from_folder(converted_folder)
