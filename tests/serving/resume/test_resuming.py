@@ -1,9 +1,10 @@
-"""Streams that are resumed, over HTTP and gRPC."""
+"""Streams that are resumed, over HTTP and gRPC: what is kept, how long, and for whom."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from cluster.serving.resume import ResumableStreams, StreamFormat
 from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.fakes import wait_for
+from tests.load.tenant_keys import write_keys
 from tests.serving.resume.conftest import GRACE_S
 from tests.serving.resume.stream_calls import (
     MANY,
@@ -30,12 +32,15 @@ from tests.serving.resume.stream_calls import (
     resumption,
 )
 from tests.serving.waiting import wait_until
+from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from pathlib import Path
 
     import openai
 
+    from cluster.serving.resume import StreamReader
     from tests.serving.conftest import Server
     from tests.serving.fake_engine import FakeEngine
     from tests.serving.resume.conftest import Serving
@@ -288,4 +293,232 @@ async def test_what_another_stream_has_delivered_makes_room_for_a_new_one() -> N
     assert streams.resume_stream("", "call 4", 0, protocol="grpc") is not None
     with pytest.raises(UnknownStreamError):
         streams.resume_stream("", "call 3", 0, protocol="grpc")
+    streams.close()
+
+
+def test_stream_is_aborted_after_its_grace_period(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.2, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        begin(http, "late", max_tokens=MANY)
+        wait_for(lambda: not server.engine.num_sequences)
+        assert server.engine.log.aborted == [server.engine.log.submitted[0].id]
+        servicer = server.frontends.servicer
+        wait_for(lambda: not len(servicer.resumables))
+        assert (servicer.num_open_calls, servicer.resumables.num_bytes) == (0, 0)
+        assert rest(http, "late", 1).status_code == 404
+        begin(http, "late")
+
+
+def test_asking_again_at_the_end_does_not_keep_a_stream(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.5, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        whole = http.post("/v1/completions", json=body(), headers={"x-request-id": "ended"}).text
+        statuses = []
+        deadline_s = time.monotonic() + 60
+        while 404 not in statuses and time.monotonic() < deadline_s:
+            statuses.append(rest(http, "ended", numbers(whole)[-1]).status_code)
+            time.sleep(0.05)
+        assert set(statuses[:-1]) <= {204}
+        assert statuses[-1] == 404
+        assert len(server.frontends.servicer.resumables) == 0
+
+
+def test_reader_keeps_a_stream_alive(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.2, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        # Longer than the grace period.
+        server.engine.step_s = 0.02
+        given = body(max_tokens=40)
+        with (
+            http.stream(
+                "POST", "/v1/completions", json=given, headers={"x-request-id": "slow"}
+            ) as first,
+            httpx.stream(
+                "GET", f"{server.url}/v1/streams/slow", headers={"last-event-id": "0"}
+            ) as second,
+        ):
+            first.close()
+            assert second.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_stream_of_another_tenant_does_not_exist(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    keys = write_keys(file, "ann", "ben")
+    headers = {name: f"Bearer {key}" for name, key in keys.items()}
+    with serving(ReaderLimits(resume_grace_s=GRACE_S), key_file=file) as server:
+        with httpx.Client(base_url=server.url, headers={"authorization": headers["ann"]}) as ann:
+            begin(ann, "mine", num_events=2)
+            with httpx.Client(
+                base_url=server.url, headers={"authorization": headers["ben"]}
+            ) as ben:
+                other = rest(ben, "mine", 1)
+                assert other.status_code == 404
+                assert other.content == rest(ben, "unknown", 1).content
+                assert ben.delete("/v1/streams/mine").status_code == 200
+                begin(ben, "mine")
+            assert numbers(rest(ann, "mine", 2).text)[0] == 3
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            stub = Stub(channel)
+            ann_key = (("authorization", headers["ann"]),)
+            list(stub.Generate(messages("grpc"), metadata=ann_key))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(
+                    stub.Generate(
+                        resumption("grpc", 1), metadata=(("authorization", headers["ben"]),)
+                    )
+                )
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert len(list(stub.Generate(resumption("grpc", 0), metadata=ann_key))) > 1
+
+
+def test_anonymous_stream_is_resumed_by_its_body_only(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=GRACE_S)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        begin(http, "mine", num_events=2)
+        for name in ("mine", "unknown"):
+            rejected = rest(http, name, 1)
+            assert rejected.status_code == 403
+            assert "--resume-anonymous" in rejected.text
+        again = {"x-request-id": "mine", "last-event-id": "2"}
+        guessed = http.post("/v1/completions", json=body(prompt="y"), headers=again)
+        assert guessed.status_code == 400
+        assert numbers(http.post("/v1/completions", json=body(), headers=again).text)[0] == 3
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            for message in (messages("x"), resumption("mine", 1)):
+                code = code_of(Stub(channel), "Generate", message)
+                assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert len(server.engine.log.submitted) == 1
+
+
+def test_server_without_resumable_streams_says_so(serving: Serving) -> None:
+    with serving(ReaderLimits()) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=body()).status_code == 501
+        assert httpx.get(f"{server.url}/v1/streams/x").status_code == 501
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            stub = Stub(channel)
+            for message in (messages("x"), resumption("x", 1)):
+                assert code_of(stub, "Generate", message) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_old_events_are_dropped_and_memory_is_bounded(serving: Serving) -> None:
+    limits = ReaderLimits(
+        resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**14)
+    )
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        resumables = server.frontends.servicer.resumables
+        begin(http, "long", num_events=300, max_tokens=300)
+        assert resumables.num_bytes <= 2**14 + 4096
+        wait_for(lambda: not server.engine.num_sequences)
+        assert rest(http, "long", 1).status_code == 404
+        # No client reads the tokens that are generated from here on.
+        begin(http, "unread", max_tokens=MANY)
+        wait_for(lambda: not server.engine.num_sequences)
+        assert resumables.num_bytes <= 2 * (2**14 + 4096)
+        answer = rest(http, "unread", 1).text
+        assert "a call may leave at most 16384 bytes of output unread" in answer
+        assert numbers(answer)[0] == 2
+        http.delete("/v1/streams/long")
+        http.delete("/v1/streams/unread")
+        assert resumables.num_bytes == 0
+
+
+def test_tenant_without_room_starts_no_resumable_stream(serving: Serving) -> None:
+    limits = ReaderLimits(
+        resume_grace_s=GRACE_S, resumes_anonymous=True, resume_buffer=BufferLimits(32 * 2**13)
+    )
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        servicer = server.frontends.servicer
+        resumables = servicer.resumables
+        for number in range(40):
+            headers = {"x-request-id": f"{number}"}
+            num_awaited = resumables.num_awaited
+            # The rest is generated once the server has noticed that the client is gone.
+            server.engine.most_tokens = 1
+            with http.stream("POST", "/v1/completions", json=body(), headers=headers) as rejected:
+                if rejected.status_code != 200:
+                    rejected.read()
+                    break
+            # A stream ends at once if there is room for it, but not for its first event.
+            wait_for(lambda: resumables.num_awaited > num_awaited or not servicer.num_open_calls)  # noqa: B023
+            server.engine.most_tokens = None
+            wait_for(lambda: not servicer.num_open_calls)
+        assert resumables.num_bytes <= 2**16
+        assert (rejected.status_code, "resume or abort" in rejected.text) == (429, True)
+        assert rejected.headers["retry-after"] == "5"
+        http.delete("/v1/streams/0")
+        begin(http, "more")
+
+
+def test_drain_waits_for_clients_that_may_come_back(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        server.engine.most_tokens = 5
+        begin(http, "left")
+        wait_for(lambda: server.frontends.servicer.resumables.num_awaited == 1)
+        server.engine.most_tokens = None
+        wait_for(lambda: not server.frontends.servicer.num_open_calls)
+        assert server.frontends.servicer.resumables.num_awaited == 1
+        server.frontends.servicer.stop_accepting()
+        assert rest(http, "left", 1).text.endswith("data: [DONE]\n\n")
+        assert server.frontends.servicer.resumables.num_awaited == 0
+
+
+async def test_delivered_messages_make_room_for_their_tenant_or_if_the_server_is_full() -> None:
+    async def batches(num_messages: int) -> AsyncGenerator[list[bytes]]:
+        for _ in range(num_messages):
+            yield [b"x" * 960]
+        await asyncio.sleep(60.0)
+
+    def open_stream(tenant: str, number: int, num_messages: int) -> StreamReader:
+        generation = SimpleNamespace(id=f"{number}", tenant=tenant, close=lambda *_: None)
+        form = StreamFormat("grpc", "Generate")
+        return streams.open_stream(generation, batches(num_messages), form)  # type: ignore[arg-type]  # a stand-in
+
+    buffer = BufferLimits(512 * 2**10)
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resume_buffer=buffer)
+    streams = ResumableStreams(limits)
+    readers = [
+        open_stream(tenant, number, 10) for tenant in ("ann", "ben", "cid", "dan")
+        for number in range(8)
+    ]  # fmt: skip
+    for number in range(2):
+        open_stream("eve", number, 0)
+    await wait_until(lambda: streams.num_bytes > buffer.total_bytes - 4096)
+    full_bytes = streams.num_bytes
+    # One of ann.
+    assert len(await anext(readers[0])) == 10
+    with pytest.raises(OverloadedError):
+        streams.check_room("ben")
+    assert streams.num_bytes == full_bytes
+    streams.check_room("eve")
+    assert streams.num_bytes < full_bytes
+    streams.close()
+
+
+def _kept_stream(grace_s: float) -> ResumableStreams:
+    """Return the streams of a server with one, `call`, whose reader has left."""
+
+    async def batches() -> AsyncGenerator[list[bytes]]:
+        yield [b"x"]
+        await asyncio.sleep(1000.0)
+
+    limits = ReaderLimits(resume_grace_s=grace_s, resumes_anonymous=True)
+    streams = ResumableStreams(limits)
+    generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
+    form = StreamFormat("grpc", "Generate")
+    streams.open_stream(generation, batches(), form).close()  # type: ignore[arg-type]  # a stand-in
+    return streams
+
+
+@in_virtual_time
+async def test_stream_outlives_a_pause_of_the_server() -> None:
+    streams = _kept_stream(grace_s=5.0)
+    await asyncio.sleep(1.0)
+    pass_time(60.0)
+    await asyncio.sleep(1.0)
+    assert streams.resume_stream("", "call", 0, protocol="grpc") is not None
+    other = _kept_stream(grace_s=5.0)
+    await asyncio.sleep(6.0)
+    with pytest.raises(UnknownStreamError):
+        other.resume_stream("", "call", 0, protocol="grpc")
     streams.close()
