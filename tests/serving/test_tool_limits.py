@@ -12,7 +12,7 @@ import pytest
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.anthropic.message_calls import TEMPLATE
+from tests.serving.test_messages import TEMPLATE
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
