@@ -1,24 +1,42 @@
-"""The certificates of the frontends, and their reload."""
+"""Connections of frontends: their number, their sockets, and certificates that are renewed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import socket
 import ssl
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
+from cluster.serving.http.server import HttpServer
+from cluster.serving.http_app import build_http_app
+from cluster.serving.listener import (
+    ConnectionLimits,
+    check_ports,
+    connection_limits,
+    free_port,
+    listen,
+)
+from cluster.serving.rpc.server import GrpcServer
+from cluster.serving.servicer import Servicer
 from cluster.serving.tls import CertificateStore, TlsFiles, certificate_store
-from pagedray.errors import StartupError
+from pagedray.errors import DeviceError, StartupError
 from tests.serving.certificates import Authority
 from tests.serving.conftest import engine_config
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
@@ -209,3 +227,145 @@ async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -
                 await http.get(f"http://127.0.0.1:{frontends.http_port}/version")
     finally:
         await frontends.stop_servers(0)
+
+
+LIMITS = ConnectionLimits(total=8)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+@pytest.fixture
+async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
+    client = EngineClient(asyncio.get_running_loop())
+    servicer = Servicer(client, tokenizer, engine_config())
+    servicer.set_ready()
+    yield servicer
+    await servicer.close()
+
+
+async def occupy(stack: ExitStack, port: int, num: int, first: bytes = b"") -> list[socket.socket]:
+    """Open idle connections from another host than 127.0.0.1."""
+    loop = asyncio.get_running_loop()
+    connections = []
+    for _ in range(num):
+        connection = stack.enter_context(socket.socket())
+        connection.bind(("127.0.0.2", 0))
+        connection.setblocking(False)
+        with suppress(OSError):
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+            connection.send(first)
+        connections.append(connection)
+    return connections
+
+
+async def num_alive(connections: list[socket.socket]) -> int:
+    """Return how many connections the server has not closed."""
+    number = 0
+    for connection in connections:
+        try:
+            while connection.recv(4096):
+                pass
+        except BlockingIOError:
+            number += 1
+        except OSError:
+            pass
+    return number
+
+
+async def until_alive(connections: list[socket.socket], number: int) -> None:
+    async with asyncio.timeout(60.0):
+        while await num_alive(connections) != number:
+            await asyncio.sleep(0.05)
+
+
+async def test_http_connections_are_bounded(
+    servicer: Servicer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = HttpServer(build_http_app(servicer), host="127.0.0.1", port=0, limits=LIMITS)
+    await server.start_server()
+    try:
+        with ExitStack() as stack, caplog.at_level(logging.WARNING):
+            connections = await occupy(stack, server.port, 100)
+            await until_alive(connections, LIMITS.total)
+        assert len(caplog.records) == 1
+        # Closed connections no longer count.
+        assert server._server is not None
+        open_connections = server._server.server_state.connections
+        await wait_until(lambda: not open_connections)
+        async with httpx.AsyncClient(timeout=60.0) as client:
+            url = f"http://127.0.0.1:{server.port}/version"
+            assert (await client.get(url)).status_code == 200
+    finally:
+        await server.stop_server()
+
+
+async def test_old_grpc_connections_take_no_more_calls_and_keep_theirs(
+    servicer: Servicer,
+) -> None:
+    limits = ConnectionLimits(age_s=0.2)
+    server = GrpcServer(servicer, host="127.0.0.1", port=0, limits=limits)
+    await server.start_server()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            # Any: the stub is not async to mypy.
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(PREFACE)
+            async with asyncio.timeout(60.0):
+                # The reason that the last frame gives.
+                await reader.readuntil(b"max_age")
+            writer.close()
+            await server.set_serving(True)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await server.stop_server(0.1)
+
+
+@pytest.mark.parametrize("limit", [64, 256, 1024, 20_000])
+def test_descriptors_are_left_for_everything_else(limit: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        limits = connection_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert 2 * limits.total <= limit - min(128, limit // 2)
+    assert limits.total > 0
+
+
+def test_connections_inherit_tcp_nodelay() -> None:
+    with (
+        listen("HTTP", "127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        listener.setblocking(True)
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.parametrize(("frontend", "flag"), [("HTTP", "--http-port"), ("gRPC", "--grpc-port")])
+def test_a_port_in_use_is_named_with_its_flag(frontend: str, flag: str) -> None:
+    with listen(frontend, "127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(DeviceError, match=rf"port {port} .* already in use; .* {flag}\.$"):
+            listen(frontend, "127.0.0.1", port)
+
+
+def test_the_reason_of_the_system_is_given_once() -> None:
+    # An address of TEST-NET-1, which no machine has.
+    with pytest.raises(DeviceError) as raised:
+        listen("HTTP", "192.0.2.1", 8000)
+    assert str(raised.value).count("192.0.2.1") == 1
+
+
+def test_the_next_free_port_is_neither_in_use_nor_another_frontends() -> None:
+    with listen("gRPC", "127.0.0.1", 0) as listener:
+        used = listener.getsockname()[1]
+        found = free_port("gRPC", "127.0.0.1", used, other=0)
+        assert found > used
+        assert free_port("gRPC", "127.0.0.1", used, other=found) > found
+        check_ports("127.0.0.1", {"gRPC": found, "HTTP": 0})
+        with pytest.raises(DeviceError, match=rf"^HTTP port {used} of .* with --http-port\.$"):
+            check_ports("127.0.0.1", {"gRPC": found, "HTTP": used})
