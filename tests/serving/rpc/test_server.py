@@ -29,7 +29,7 @@ from tests.hostile.http2 import (
     frame,
 )
 from tests.serving.checkpoint import TEXT
-from tests.serving.defects.failing_sequence import failing_sequence
+from tests.serving.failing_sequence import failing_sequence
 from tests.serving.grpc_frontend import grpc_frontend
 from tests.serving.waiting import wait_until
 from tests.virtual_time import pass_time
