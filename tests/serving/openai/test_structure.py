@@ -1,19 +1,28 @@
-"""Structured output over HTTP: the parameters of clients, and what reaches the engine."""
+"""Structured output and templates of requests over HTTP."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import grpc
 import httpx
 import pytest
 from pydantic import BaseModel
 
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.conftest import Server
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import openai
 
+    from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
     from pagedray.request import Request
-    from tests.serving.conftest import Server
 
 USER: Any = {"role": "user", "content": "hi"}  # Any: what the client calls a param
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -141,3 +150,136 @@ def test_special_tokens_are_included_on_request(http: httpx.Client, server: Serv
     body = {"model": "tiny", "prompt": "x", "skip_special_tokens": False}
     answer = http.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["text"] == "<|user|><|assistant|>"
+
+
+TEMPLATE = (
+    "<|system|>{{ documents[0].text if documents }}{{ mood }}{% for message in messages %}"
+    "<|user|>{{ message.content }}{{ eos_token }}{% endfor %}"
+)
+BODY: dict[str, Any] = {  # Any: JSON
+    "model": "tiny",
+    "max_tokens": 2,
+    "messages": [{"role": "user", "content": "hello <|user|>"}],
+    "chat_template": TEMPLATE,
+}
+
+
+class TrustingServer(Server):
+    """A server that takes the templates of requests."""
+
+    def config(self, context: int) -> EngineConfig:
+        return replace(super().config(context), trust_request_chat_template=True)
+
+
+@pytest.fixture(scope="module")
+def trusting_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    with TrustingServer(tokenizer) as server:
+        yield server
+
+
+def rejection(server: Server, **fields: object) -> tuple[str, str | None]:
+    """Return the message and the parameter of a rejected body."""
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["message"], error["param"]
+
+
+def test_prompt_is_rendered_by_the_template_of_the_request(trusting_server: Server) -> None:
+    trusting_server.engine.reset()
+    fields = {"chat_template_kwargs": {"mood": "quick "}, "documents": [{"text": "The "}]}
+    answer = httpx.post(f"{trusting_server.url}/v1/chat/completions", json=BODY | fields)
+    assert answer.status_code == 200, answer.text
+    (request,) = trusting_server.engine.log.submitted
+    tokenizer = trusting_server.tokenizer
+    text = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert text == "<|system|>The quick <|user|>hello <|user|></s>"
+    # Special tokens of the template are tokens, those of a message are text.
+    user = tokenizer.token_id_of("<|user|>")
+    assert request.prompt_token_ids.count(user) == 1
+    body = {name: BODY[name] for name in ("model", "messages", "chat_template")}
+    counted = httpx.post(f"{trusting_server.url}/tokenize", json=body | fields).json()
+    assert tuple(counted["tokens"]) == request.prompt_token_ids
+
+
+def test_grpc_renders_the_same_prompt(trusting_server: Server) -> None:
+    trusting_server.engine.reset()
+    fields = {"chat_template_kwargs": {"mood": "quick "}, "documents": [{"text": "The "}]}
+    httpx.post(f"{trusting_server.url}/v1/chat/completions", json=BODY | fields)
+    message = pb.ChatRequest(
+        messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hello <|user|>")],
+        sampling=pb.SamplingParams(max_tokens=2),
+        chat_template=TEMPLATE,
+        chat_template_kwargs='{"mood": "quick "}',
+        documents=['{"text": "The "}'],
+    )
+    with grpc.insecure_channel(trusting_server.grpc_target) as channel:
+        list(pagedray_pb2_grpc.GenerationServiceStub(channel).Chat(message))
+    over_http, over_grpc = trusting_server.engine.log.submitted
+    assert over_grpc.prompt_token_ids == over_http.prompt_token_ids
+
+
+def test_grpc_tokenizes_with_the_template_of_the_request(trusting_server: Server) -> None:
+    fields = {
+        "messages": BODY["messages"],
+        "chat_template_kwargs": {"mood": "quick "},
+        "chat_template": TEMPLATE,
+        "documents": [{"text": "The "}],
+    }
+    over_http = httpx.post(f"{trusting_server.url}/tokenize", json=fields)
+    conversation = pb.Conversation(
+        messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hello <|user|>")],
+        chat_template=TEMPLATE,
+        chat_template_kwargs='{"mood": "quick "}',
+        documents=['{"text": "The "}'],
+    )
+    with grpc.insecure_channel(trusting_server.grpc_target) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        over_grpc = stub.Tokenize(pb.TokenizeRequest(conversation=conversation))
+    assert list(over_grpc.token_ids) == over_http.json()["tokens"]
+    text = trusting_server.tokenizer.decode(over_grpc.token_ids, skip_special_tokens=False)
+    assert text == "<|system|>The quick <|user|>hello <|user|></s>"
+
+
+def test_messages_that_the_template_rejects_are_rejected(trusting_server: Server) -> None:
+    source = "{{ raise_exception('Only two.') }}"
+    assert rejection(trusting_server, chat_template=source) == (
+        "The request's chat template rejected the messages: Only two.",
+        "messages",
+    )
+
+
+@pytest.mark.parametrize("source", ["", "{{ nothing }}"])
+def test_empty_prompts_are_rejected(trusting_server: Server, source: str) -> None:
+    assert rejection(trusting_server, chat_template=source) == (
+        "The chat template renders these messages to an empty prompt.",
+        "messages",
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ '' ", "The request has an invalid chat template: unexpected end of template, expected "
+         "'end of print statement'."),
+        ("x" * 40_000, "chat_template may have at most 32768 characters, not 40000."),
+    ],
+)  # fmt: skip
+def test_invalid_templates_are_rejected(trusting_server: Server, source: str, message: str) -> None:
+    assert rejection(trusting_server, chat_template=source) == (message, "chat_template")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 'a' * 10**10 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_templates_of_requests_run_in_the_sandbox(trusting_server: Server, source: str) -> None:
+    message, param = rejection(trusting_server, chat_template=source)
+    assert message.startswith("The request's chat template ")
+    assert param == "messages"

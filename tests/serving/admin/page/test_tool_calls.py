@@ -10,7 +10,7 @@ import pytest
 from cluster.serving.buffers import ReaderLimits
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
-from tests.serving.openai.tools.chats import AUTO, TEMPLATE, TOOLS
+from tests.serving.openai.test_tools import AUTO, TEMPLATE, TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
