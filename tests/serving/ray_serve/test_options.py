@@ -1,15 +1,27 @@
-"""The arguments of a Serve application, from Python, YAML and the command line."""
+"""Options of a Serve application, its pace, and the number of its replicas."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+from contextlib import ExitStack
 from dataclasses import fields
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.engine.engine_options import EngineOptions
-from cluster.serving.ray_serve.options import ServeOptions, read_arguments
+from cluster.serving.ray_serve.options import MessagePace, ServeOptions, read_arguments
+from cluster.serving.ray_serve.replica_engine import ReplicaLoad, TokensPolicy, desired_replicas
 from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import Message
 
 
 def test_numbers_may_be_strings() -> None:
@@ -96,3 +108,128 @@ def test_a_model_may_have_several_names() -> None:
     assert serve.served_names == ("tiny", "other")
     assert read_arguments({"model": "m", "served_model_name": "a"}).serve.served_names == ("a",)
     assert read_arguments({"model": "m"}).serve.served_names == ()
+
+
+PART = {"type": "http.response.body", "body": b"data: x\n\n", "more_body": True}
+END = {"type": "http.response.body", "body": b"", "more_body": False}
+HEAD = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def test_streams_that_have_started_share_the_message_rate() -> None:
+    pace = MessagePace(800.0)
+    with pace.stream() as first, pace.stream():
+        assert pace.pause_s(first) == pace.pause_s(first) == 1 / 800
+        with ExitStack() as stack:
+            for _ in range(63):
+                last = stack.enter_context(pace.stream())
+                pace.pause_s(last)
+            assert pace.pause_s(first) == 64 / 800
+        assert pace.pause_s(first) == 1 / 800
+
+
+@pytest.mark.asyncio
+async def test_a_part_is_sent_at_once_and_its_stream_waits() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    # One message per thousand seconds.
+    with MessagePace(1e-3).stream() as stream:
+        paced = stream.paced(send)
+        await asyncio.wait_for(paced(HEAD), 60)
+        waiting = asyncio.ensure_future(paced(PART))
+        await asyncio.sleep(0.01)
+        assert sent == [HEAD, PART]
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait_for(paced(END), 60)
+        assert sent[-1] == END
+
+
+LOADS = st.lists(
+    st.builds(
+        ReplicaLoad,
+        tokens_in_flight=st.floats(0, 1e6, allow_nan=False),
+        kv_use=st.floats(0, 1, allow_nan=False),
+    ),
+    max_size=20,
+)
+COUNTS = st.integers(0, 40)
+
+
+def wanted(loads: Sequence[ReplicaLoad], num_target: int, *, spare: float = 0.1) -> int:
+    return desired_replicas(
+        loads, num_target=num_target, target_tokens=10_000, target_kv_use=0.7, spare=spare
+    )
+
+
+@given(LOADS, COUNTS)
+def test_the_load_fits_the_desired_replicas(loads: list[ReplicaLoad], num_target: int) -> None:
+    number = wanted(loads, num_target)
+    assert sum(one.tokens_in_flight for one in loads) <= number * 10_000 + 1e-6
+    assert sum(one.kv_use for one in loads) <= number * 0.7 + 1e-9
+
+
+@given(LOADS, COUNTS)
+def test_no_more_than_needed_are_added(loads: list[ReplicaLoad], num_target: int) -> None:
+    needed = max(
+        sum(one.tokens_in_flight for one in loads) / 10_000,
+        sum(one.kv_use for one in loads) / 0.7,
+    )
+    assert wanted(loads, num_target) <= max(num_target, math.ceil(needed))
+
+
+@given(LOADS, COUNTS)
+def test_the_desired_number_is_stable_once_it_is_reached(
+    loads: list[ReplicaLoad], num_target: int
+) -> None:
+    number = wanted(loads, num_target)
+    # The same load after scaling: no oscillation.
+    assert wanted(loads, number) == number
+
+
+@given(LOADS, st.integers(1, 40), st.floats(0, 1e5, allow_nan=False))
+def test_more_load_never_needs_fewer_replicas(
+    loads: list[ReplicaLoad], num_target: int, more: float
+) -> None:
+    busier = [*loads, ReplicaLoad(tokens_in_flight=more, kv_use=0.0)]
+    assert wanted(busier, num_target) >= wanted(loads, num_target)
+
+
+def test_a_load_at_the_threshold_changes_nothing() -> None:
+    border = ReplicaLoad(tokens_in_flight=9_500, kv_use=0.1)
+    assert wanted([border, border], 2) == 2
+    # One replica would suffice, but with less than a tenth of headroom.
+    half = ReplicaLoad(tokens_in_flight=4_750, kv_use=0.1)
+    assert wanted([half, half], 2) == 2
+    assert wanted([half, half], 2, spare=0.0) == 1
+
+
+def test_waiting_prompts_count_though_no_block_is_taken() -> None:
+    queued = ReplicaLoad(tokens_in_flight=35_000, kv_use=0.0)
+    assert wanted([queued], 1) == 4
+
+
+def test_without_target_tokens_the_blocks_decide() -> None:
+    load = ReplicaLoad(tokens_in_flight=1e9, kv_use=0.8)
+    number = desired_replicas(
+        [load], num_target=1, target_tokens=None, target_kv_use=0.7, spare=0.1
+    )
+    assert number == 2
+
+
+def context(metrics: dict[str, dict[str, float]], *, current: int, target: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        aggregated_metrics=metrics, current_num_replicas=current, target_num_replicas=target
+    )
+
+
+def test_replicas_without_reports_keep_the_number() -> None:
+    policy = TokensPolicy(target_tokens=10_000, target_kv_use=0.7)
+    reports = {"tokens_in_flight": {"a": 100.0}, "kv_use": {"a": 0.01}}
+    assert policy(context(reports, current=1, target=3)) == (1, {})
+    assert policy(context(reports, current=3, target=3)) == (3, {})
+    assert policy(context({}, current=2, target=2)) == (2, {})
+    busy = {"tokens_in_flight": {"a": 45_000.0}, "kv_use": {"a": 0.5}}
+    assert policy(context(busy, current=3, target=3)) == (5, {})

@@ -1,17 +1,17 @@
-"""How Serve's request router asks ours for replicas, and where ours sends requests.
-
-Replicas and their answers are stand-ins for Serve's.
-"""
+"""Where requests go: keys of prompts, placement, and how Serve's router asks ours."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from contextlib import suppress
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.serve._private.common import (
     DeploymentHandleSource,
     DeploymentID,
@@ -21,9 +21,20 @@ from ray.serve._private.common import (
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from cluster.serving.ray_serve.handle_stream import HandleRequest
-from cluster.serving.ray_serve.placement import Placement, RoutingKey, prefix_key
+from cluster.serving.ray_serve.placement import (
+    MAX_CHOICES,
+    LastServed,
+    Owners,
+    Placement,
+    RoutingKey,
+    prefix_key,
+    replica_key,
+)
 from cluster.serving.ray_serve.router import AffinityRouter
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _NUM_TURNS = 20
 NAMES = tuple("abcdefgh")
@@ -213,3 +224,184 @@ async def test_a_stream_that_no_replica_accepts_in_time_is_cancelled_there() -> 
     with suppress(TimeoutError):
         await asyncio.wait_for(router._send_elsewhere(request), 0.05)
     assert replica.answers[0].is_cancelled
+
+
+PLACEMENT_NAMES = st.lists(
+    st.text("abcdef0123456789", min_size=4, max_size=8), min_size=1, unique=True
+)
+LOADS = st.dictionaries(
+    st.text("abcdef0123456789", min_size=4, max_size=8),
+    st.floats(0, 4, allow_nan=False),
+    min_size=1,
+)
+KEY = RoutingKey("key", "owner")
+
+
+def placement_of(loads: Mapping[str, float]) -> Placement:
+    placement = Placement(slack=1.25, calm=0.25, draws=Random(3))
+    placement.set_replicas(loads)
+    return placement
+
+
+def first_of(key: RoutingKey | None, loads: Mapping[str, float]) -> str:
+    return placement_of(loads).choose_replicas(key)[0]
+
+
+@given(LOADS, st.none() | st.text())
+def test_some_replicas_are_named_once_each(loads: dict[str, float], text: str | None) -> None:
+    key = None if text is None else RoutingKey(text)
+    chosen = placement_of(loads).choose_replicas(key)
+    assert len(chosen) == len(set(chosen)) == min(len(loads), MAX_CHOICES)
+    assert set(chosen) <= set(loads)
+
+
+def test_there_is_no_choice_without_replicas() -> None:
+    assert placement_of({}).choose_replicas(KEY) == []
+    assert placement_of({}).choose_replicas(None) == []
+
+
+@given(LOADS, st.text())
+def test_no_replica_is_sent_more_than_its_share(loads: dict[str, float], text: str) -> None:
+    mean = sum(loads.values()) / len(loads)
+    # Sums are rounded: a load can exceed the mean of equal loads by this much.
+    assert loads[first_of(RoutingKey(text), loads)] <= max(1.25 * mean, 0.25) + 1e-9
+
+
+@given(PLACEMENT_NAMES, st.randoms())
+def test_a_key_that_names_a_replica_puts_it_first(names: list[str], chance: Random) -> None:
+    name = chance.choice(names)
+    assert first_of(RoutingKey(replica_key(name)), dict.fromkeys(names, 0.2)) == name
+
+
+@given(LOADS)
+def test_without_a_key_the_least_loaded_of_those_drawn_is_first(loads: dict[str, float]) -> None:
+    chosen = placement_of(loads).choose_replicas(None)
+    assert [loads[one] for one in chosen] == sorted(loads[one] for one in chosen)
+    if len(loads) <= MAX_CHOICES:
+        assert loads[chosen[0]] == min(loads.values())
+
+
+@given(PLACEMENT_NAMES, st.text())
+def test_removing_a_replica_moves_only_its_keys(names: list[str], text: str) -> None:
+    key, loads = RoutingKey(text, "owner"), dict.fromkeys(names, 0.1)
+    first = first_of(key, loads)
+    for gone in names:
+        if gone != first:
+            placement = placement_of(loads)
+            placement.set_replicas({name: 0.1 for name in names if name != gone})
+            assert placement.choose_replicas(key)[0] == first
+
+
+def test_a_key_leaves_its_replica_when_that_has_too_much() -> None:
+    first = first_of(KEY, dict.fromkeys("abc", 0.1))
+    second = first_of(KEY, dict.fromkeys({*"abc"} - {first}, 0.1))
+    loads = dict.fromkeys("abc", 0.1)
+    assert first_of(KEY, {**loads, first: 0.24}) == first
+    assert first_of(KEY, {**loads, first: 0.9}) == second
+    assert first_of(KEY, dict.fromkeys("abc", 0.9)) == first
+
+
+def test_requests_sent_since_a_report_count() -> None:
+    placement = placement_of({"a": 0.1, "b": 0.3})
+    assert placement.choose_replicas(None) == ["a", "b"]
+    placement.add_load("a", 0.3)
+    placement.add_load("gone", 9.0)
+    assert placement.choose_replicas(None) == ["b", "a"]
+    placement.set_replicas({"a": 0.1, "b": 0.3})
+    assert placement.choose_replicas(None) == ["a", "b"]
+
+
+def test_keys_spread_evenly() -> None:
+    placement = placement_of({f"replica-{number}": 0.0 for number in range(40)})
+    counts = Counter(
+        placement.choose_replicas(RoutingKey(f"key-{number}"))[0] for number in range(20_000)
+    )
+    assert len(counts) == 40
+    # Five standard deviations of a fair draw.
+    assert all(abs(number - 500) < 5 * 500**0.5 for number in counts.values())
+
+
+def test_a_key_that_load_moved_stays_with_the_replica_that_served_it() -> None:
+    loads = dict.fromkeys("abc", 0.1)
+    own = first_of(KEY, loads)
+    placement = placement_of({**loads, own: 0.9})
+    moved = placement.choose_replicas(KEY)[0]
+    assert moved != own
+    placement.set_replicas(loads)
+    # Another owner of the same text does not find out.
+    assert placement.choose_replicas(RoutingKey(KEY.text, "another"))[0] == own
+    assert placement.choose_replicas(RoutingKey(KEY.text))[0] == own
+    assert placement.choose_replicas(KEY)[0] == moved
+    # Too much load there sends it back, and then it stays with its own.
+    placement.set_replicas({**loads, moved: 0.9})
+    assert placement.choose_replicas(KEY)[0] == own
+    placement.set_replicas(loads)
+    assert placement.choose_replicas(KEY)[0] == own
+
+
+def test_a_key_forgets_a_replica_that_has_gone() -> None:
+    loads = dict.fromkeys("abc", 0.1)
+    own = first_of(KEY, loads)
+    placement = placement_of({**loads, own: 0.9})
+    moved = placement.choose_replicas(KEY)[0]
+    del loads[moved]
+    placement.set_replicas(loads)
+    assert placement.choose_replicas(KEY)[0] == own
+
+
+def test_a_key_that_names_a_replica_is_not_moved_for_good() -> None:
+    key, loads = RoutingKey(replica_key("a"), "owner"), dict.fromkeys("abc", 0.1)
+    placement = placement_of({**loads, "a": 0.9})
+    assert placement.choose_replicas(key)[0] != "a"
+    placement.set_replicas(loads)
+    assert placement.choose_replicas(key)[0] == "a"
+
+
+def test_the_key_used_longest_ago_is_forgotten_first() -> None:
+    served = LastServed(most_keys=2)
+    keys = [RoutingKey(text, "owner") for text in "abc"]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        served.note_replica(key, "replica")
+    assert [served.find_replica(key) for key in keys] == ["replica", None, "replica"]
+    served.forget(keys[0])
+    assert len(served) == 1
+
+
+def test_later_turns_of_a_conversation_keep_its_key() -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "And now?"},
+    ]
+    key = prefix_key(turns[:2])
+    assert key == prefix_key(turns)
+    assert key != prefix_key([turns[0], turns[3]])
+    # In every representation.
+    messages = tuple(ChatMessage(role=one["role"], content=one["content"]) for one in turns)
+    assert prefix_key(ChatPrompt(messages)) == key
+
+
+def test_prompts_with_a_common_prefix_have_one_key() -> None:
+    assert prefix_key("x" * 2000) == prefix_key("x" * 1024 + "y")
+    assert prefix_key("x" * 1023 + "y") != prefix_key("x" * 1024)
+    assert prefix_key([7] * 300) == prefix_key((7,) * 400)
+    assert prefix_key("") is None
+    assert prefix_key(()) is None
+    assert prefix_key("\ud800") is not None
+    assert prefix_key([1, object()]) is None  # type: ignore[arg-type]  # a program's mistake
+
+
+def test_a_session_id_carries_a_key_and_its_owner() -> None:
+    key = RoutingKey("prefix-1", "a" * 32)
+    assert RoutingKey.of_session_id(key.as_session_id()) == key
+    assert RoutingKey.of_session_id("mine") == RoutingKey("mine")
+
+
+def test_owners_are_told_apart_by_their_credentials_within_a_process() -> None:
+    owners = Owners()
+    given = ["Bearer a", "Bearer b", "", None]
+    digests = [owners.owner_of(one) for one in given]
+    assert len(set(digests)) == 4
+    assert digests == [owners.owner_of(one) for one in given]
+    assert Owners().owner_of("Bearer a") not in digests
