@@ -167,7 +167,7 @@ def test_arguments_are_read() -> None:
     "number", ["1e400", "-1E+400", "1.5e999", f"{HUGE}9.5", f"-{HUGE}.0e1", f"{HUGE}99.5e-1"]
 )
 @pytest.mark.parametrize("text", ['{"a": %s}', '{"a": [true, {"b": [%s]}], "c": 1.0}'])
-def test_numbers_beyond_a_double_are_rejected_of_arguments(text: str, number: str) -> None:
+def test_arguments_beyond_a_double_are_rejected(text: str, number: str) -> None:
     expected = r"^arguments has a number that exceeds the range of a double\.$"
     with pytest.raises(InvalidRequestError, match=expected):
         read_arguments(text % number, "arguments")

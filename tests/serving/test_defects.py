@@ -99,7 +99,7 @@ def test_others_get_their_text(
             raise RuntimeError("a planned defect")
         return method(self, *arguments, **more)
 
-    generate = isolated_defects_over_http if protocol == "http" else isolated_defects_over_grpc
+    generate = raise_over_http if protocol == "http" else raise_over_grpc
     expected = generate(marking_server, "say")
     assert "quick" in expected
     monkeypatch.setattr(owner, name, call)
@@ -112,7 +112,7 @@ def test_others_get_their_text(
     wait_for(lambda: not marking_server.frontends.servicer.num_open_calls)
 
 
-def isolated_defects_over_http(server: Server, prompt: str) -> str:
+def raise_over_http(server: Server, prompt: str) -> str:
     """Return the text of a stream, or its error."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "stream": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).text
@@ -128,7 +128,7 @@ def isolated_defects_over_http(server: Server, prompt: str) -> str:
     )
 
 
-def isolated_defects_over_grpc(server: Server, prompt: str) -> str:
+def raise_over_grpc(server: Server, prompt: str) -> str:
     """Return the text of a stream, or its error."""
     request = pb.GenerateRequest(text=prompt, sampling=pb.SamplingParams(max_tokens=20))
     with grpc.insecure_channel(server.grpc_target) as channel:

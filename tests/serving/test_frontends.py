@@ -213,7 +213,7 @@ def recorder() -> _Recorder:
 
 
 @pytest.fixture
-async def client_client(recorder: _Recorder) -> EngineClient:
+async def engine_client(recorder: _Recorder) -> EngineClient:
     client = EngineClient(asyncio.get_running_loop())
     client.attach_generation_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
     return client
@@ -227,51 +227,51 @@ def _end(name: str = "r", index: int = 0) -> TokenEvent:
     return TokenEvent(name, index, (9,), finish_reason=FinishReason.LENGTH)
 
 
-async def test_events_from_a_thread_reach_their_stream(client_client: EngineClient) -> None:
-    stream = client_client.open_stream([_request()])
+async def test_events_from_a_thread_reach_their_stream(engine_client: EngineClient) -> None:
+    stream = engine_client.open_stream([_request()])
     events = [TokenEvent("r", 0, (5,)), TokenEvent("other", 0, (6,)), _end()]
-    threading.Thread(target=client_client.publish, args=(events,)).start()
+    threading.Thread(target=engine_client.publish, args=(events,)).start()
     assert [event async for batch in stream for event in batch] == [events[0], events[2]]
 
 
-async def test_a_slow_reader_gets_all_events_at_once(client_client: EngineClient) -> None:
-    stream = client_client.open_stream([_request()])
+async def test_a_slow_reader_gets_all_events_at_once(engine_client: EngineClient) -> None:
+    stream = engine_client.open_stream([_request()])
     for token_id in range(5):
-        client_client.publish([TokenEvent("r", 0, (token_id,))])
+        engine_client.publish([TokenEvent("r", 0, (token_id,))])
     await asyncio.sleep(0)
     assert len(await anext(stream)) == 5
     stream.close()
 
 
-async def test_leaving_early_aborts(client_client: EngineClient, recorder: _Recorder) -> None:
-    async with client_client.open_stream([_request()]):
+async def test_leaving_early_aborts(engine_client: EngineClient, recorder: _Recorder) -> None:
+    async with engine_client.open_stream([_request()]):
         pass
     assert recorder.calls == [("submit_request", "r"), ("abort_request", "r")]
 
 
 async def test_leaving_at_the_end_does_not(
-    client_client: EngineClient, recorder: _Recorder
+    engine_client: EngineClient, recorder: _Recorder
 ) -> None:
-    async with client_client.open_stream([_request()]) as stream:
-        client_client.publish([_end()])
+    async with engine_client.open_stream([_request()]) as stream:
+        engine_client.publish([_end()])
         assert len([batch async for batch in stream]) == 1
     assert recorder.calls == [("submit_request", "r")]
 
 
 async def test_finished_sequences_end_the_stream(
-    client_client: EngineClient, recorder: _Recorder
+    engine_client: EngineClient, recorder: _Recorder
 ) -> None:
-    async with client_client.open_stream([_request(n=2)]) as stream:
+    async with engine_client.open_stream([_request(n=2)]) as stream:
         stream.finish_sequence("r", 0)
-        client_client.publish([TokenEvent("r", 0, (5,)), _end(index=1)])
+        engine_client.publish([TokenEvent("r", 0, (5,)), _end(index=1)])
         assert [event.index async for batch in stream for event in batch] == [1]
     assert recorder.calls == [("submit_request", "r"), ("finish_sequence", "r", 0)]
 
 
-async def test_abort_ends_each_sequence_once(client_client: EngineClient) -> None:
-    stream = client_client.open_stream([_request(n=2)])
+async def test_abort_ends_each_sequence_once(engine_client: EngineClient) -> None:
+    stream = engine_client.open_stream([_request(n=2)])
     stream.abort()
-    client_client.publish([_end()])
+    engine_client.publish([_end()])
     events = [event async for batch in stream for event in batch]
     assert [(event.index, event.finish_reason) for event in events] == [
         (0, FinishReason.ABORT),
@@ -279,25 +279,25 @@ async def test_abort_ends_each_sequence_once(client_client: EngineClient) -> Non
     ]
 
 
-async def test_failure_reaches_every_stream_after_its_tokens(client_client: EngineClient) -> None:
-    stream = client_client.open_stream([_request()])
-    client_client.publish([TokenEvent("r", 0, (5,))])
-    client_client.fail_all(WorkerError("A rank died."))
+async def test_failure_reaches_every_stream_after_its_tokens(engine_client: EngineClient) -> None:
+    stream = engine_client.open_stream([_request()])
+    engine_client.publish([TokenEvent("r", 0, (5,))])
+    engine_client.fail_all(WorkerError("A rank died."))
     await asyncio.sleep(0)
     assert len(await anext(stream)) == 1
     with pytest.raises(WorkerError):
         await anext(stream)
 
 
-async def test_events_count_until_they_are_read(client_client: EngineClient) -> None:
+async def test_events_count_until_they_are_read(engine_client: EngineClient) -> None:
     buffers = OutputBuffers(BufferLimits())
-    stream = client_client.open_stream([_request()], buffer=buffers.open_buffer("ann"))
+    stream = engine_client.open_stream([_request()], buffer=buffers.open_buffer("ann"))
     few = [TokenEvent("r", 0, (5,))] * 68
-    client_client.publish(few)
+    engine_client.publish(few)
     await asyncio.sleep(0)
     assert buffers.num_bytes == 0
     logprobs = TokenLogprobs(-1.0, [5] * 20, [-1.0] * 20)
-    client_client.publish(
+    engine_client.publish(
         [TokenEvent("r", 0, (5,)), TokenEvent("r", 0, (5,), logprobs=(logprobs,))]
     )
     await asyncio.sleep(0)

@@ -521,7 +521,7 @@ def test_a_template_that_rejects_them_gets_them_in_other_messages(
 
 
 @pytest.fixture(scope="module")
-def conftest_tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
+def tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
     """A server of a model that calls tools, whose template writes all that it gets."""
     with Server(template_tokenizer(TEMPLATE), context=1024) as server:
         yield server

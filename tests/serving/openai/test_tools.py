@@ -518,15 +518,13 @@ def test_invalid_functions_are_rejected_by_their_names(
 
 
 @pytest.fixture(scope="module")
-def conftest_tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
+def tool_server(template_tokenizer: Callable[..., Tokenizer]) -> Iterator[Server]:
     with Server(template_tokenizer(TEMPLATE), context=2048) as server:
         yield server
 
 
 @pytest.fixture
-def conftest_client(conftest_tool_server: Server) -> Iterator[openai.OpenAI]:
-    conftest_tool_server.engine.reset()
-    with openai.OpenAI(
-        base_url=f"{conftest_tool_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+def client(tool_server: Server) -> Iterator[openai.OpenAI]:
+    tool_server.engine.reset()
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from tests.serving.conftest import Server
     from tests.serving.fake_engine import FakeEngine
 
-    Stub = pagedray_pb2_grpc.GenerationServiceStub
-
 Stub = pagedray_pb2_grpc.GenerationServiceStub
 CONVERSATION = pb.Conversation(
     messages=[

@@ -1,4 +1,4 @@
-"""Errors over gRPC, and messages that are rejected: malformed, too large, or too costly to parse."""
+"""Errors over gRPC, and rejected messages: malformed, too large, or too costly to parse."""
 
 from __future__ import annotations
 

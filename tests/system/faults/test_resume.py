@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.resume.test_cut_connections import cutting_proxy
-from tests.serving.resume.test_cut_connections import Answer, ask
+from tests.serving.resume.test_cut_connections import Answer, ask, cutting_proxy
 from tests.system.server_process import ServerProcess
 
 PROMPTS = ("def parse_date(text):", "import os", "class Queue:", "for line in file:")
