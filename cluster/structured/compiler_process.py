@@ -1,13 +1,15 @@
 """The process that compiles structures, isolated from the replica.
 
-It imports xgrammar and receives the vocabulary once, and then forks: for each structure, and once
-for the masks of all. The kernel limits the time and memory of a structure's fork, and its death
-affects no other structure. Each structure comes with its own socket; the fork that compiles is the
-child of another fork, which reports on that socket if it is killed. Nothing received is unpickled.
+The process imports xgrammar and receives the vocabulary once, and then forks: for each structure,
+and once for the masks of all. The kernel limits the time and memory of a structure's fork, and the
+death of a fork affects no other structure. Each structure comes with its own socket, on which this
+process reports if a signal kills the fork. Nothing received is unpickled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
 import resource
@@ -17,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -66,32 +68,66 @@ NICENESS = 10
 def main() -> None:
     """Serve the socket with the descriptor in `sys.argv[1]`, until its other end closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    # The kernel reaps the forks.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = read_message(control, CompilerStart)
     # Imported here, as the replica imports this module's package but not xgrammar.
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
     library = XGrammarLibrary(start.vocabulary)
+    # A collection in a fork would write to, and so copy, the memory of all objects.
+    gc.freeze()
     write_frame(control, b"")
     warm_up = WarmUp(library)
+    forks: dict[int, _Fork] = {}
     while True:
-        while not warm_up.is_done and not select.select([control], [], [], 0.0)[0]:
+        wait_s = None if warm_up.is_done else 0.0
+        ready, _, _ = select.select([control.fileno(), *forks], [], [], wait_s)
+        if not ready:
             warm_up.run_step()
+        for descriptor in forks.keys() & set(ready):
+            forks.pop(descriptor).end(descriptor)
+        if control.fileno() not in ready:
+            continue
         what, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         if not descriptors:
             return
         connections = [socket.socket(fileno=one) for one in descriptors]
-        if not os.fork():
+        process_id = os.fork()
+        if not process_id:
             control.close()
+            for fork in forks.values():
+                fork.close()
             try:
                 _run_fork(what, connections, library, start.limits)
             finally:
                 # Without the clean-up of the parent's objects.
                 os._exit(0)
-        for one in connections:
-            one.close()
+        forks[os.pidfd_open(process_id)] = fork = _Fork(process_id, connections)
+        if what == MAKE_MASKS:
+            fork.close()
+
+
+class _Fork(NamedTuple):
+    process_id: int
+    connections: list[socket.socket]
+
+    def end(self, descriptor: int) -> None:
+        """Reap the fork, and report on its socket if a signal has killed it."""
+        os.close(descriptor)
+        _, status = os.waitpid(self.process_id, 0)
+        for connection in self.connections:
+            if os.WIFSIGNALED(status):
+                connection.settimeout(5.0)
+                # The replica may have closed the socket.
+                with contextlib.suppress(OSError):
+                    write_frame(connection, msgspec.msgpack.encode(Died(os.WTERMSIG(status))))
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets, which belong to the fork."""
+        for connection in self.connections:
+            connection.close()
+        self.connections.clear()
 
 
 def _run_fork(
@@ -102,29 +138,17 @@ def _run_fork(
         serve_masks(masks, grammars, library, memory_bytes=limits.mask_memory_bytes)
     else:
         (connection,) = connections
-        _supervise(connection, library, limits)
-
-
-def _supervise(connection: socket.socket, library: XGrammarLibrary, limits: CompileLimits) -> None:
-    """Answer in a fork, or in its place if a signal kills it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    process_id = os.fork()
-    if not process_id:
         _answer(connection, library, limits)
-        os._exit(0)
-    _, status = os.waitpid(process_id, 0)
-    if os.WIFSIGNALED(status):
-        connection.settimeout(5.0)
-        write_frame(connection, msgspec.msgpack.encode(Died(os.WTERMSIG(status))))
 
 
 def _answer(connection: socket.socket, library: XGrammarLibrary, limits: CompileLimits) -> None:
     structure = read_message(connection, Structure)
-    # Masks and ranks have priority, since whole batches wait for them.
-    lower_priority(os.getpid(), NICENESS)
     _limit(limits)
     try:
-        grammar = _compiled(grammar_text(structure), library, limits)
+        text = grammar_text(structure)
+        # Masks and ranks have priority, since whole batches wait for them.
+        lower_priority(os.getpid(), NICENESS)
+        grammar = _compiled(text, library, limits)
     except InvalidRequestError as error:
         answer: Compiled | Rejected = Rejected(str(error))
     except UnicodeDecodeError as error:

@@ -273,6 +273,9 @@ class _OptionalRun:
     """Whether the whole expression is optional."""
 
 
+_ONE_OPTIONAL = _OptionalRun(1, 1, 1, is_whole=True)
+
+
 def _run(expression: Expression) -> _OptionalRun:
     match expression:
         case Concat(parts):
@@ -284,6 +287,8 @@ def _run(expression: Expression) -> _OptionalRun:
             last = max(int(is_whole), *(one.last for one in found))
             longest = max(first, last, *(one.longest for one in found))
             return _OptionalRun(longest, first, last, is_whole)
+        case Repeat(Text() | Characters(), 0, _):
+            return _ONE_OPTIONAL
         case Repeat(part, minimum, maximum):
             inner = _run(part)
             num_rounds = minimum + 1 if maximum is None else maximum

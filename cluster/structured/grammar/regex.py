@@ -1,8 +1,9 @@
 """Parses the regular expressions of clients.
 
 Supported is the common subset of Python's `re` (with re.ASCII) and JavaScript: the whole text must
-match, `.` excludes line terminators, classes like `\\d` are ASCII. Features without a counterpart
-in a grammar (lookaround, backreferences, word boundaries, flags, inner anchors) are rejected.
+match, `.` excludes line terminators, classes like `\\d` and `(?i:...)` are ASCII. Features without
+a counterpart in a grammar (lookaround, backreferences, word boundaries, other flags, inner anchors)
+are rejected.
 """
 
 import re
@@ -91,6 +92,7 @@ class _RegexParser:
         self._at = start
         self._end = end
         self._is_anchored = is_anchored
+        self._ignores_case = False
 
     @property
     def is_at_end(self) -> bool:
@@ -141,17 +143,15 @@ class _RegexParser:
             self._at += 1
         if self._peek() in ("*", "+", "?", "{"):
             raise self.error("multiple repeat")
-        if size_of(part) == 0:
+        size = size_of(part) * max(1, minimum + 1 if maximum is None else maximum)
+        if size == 0:
             return part
         repeat = Repeat(part, minimum, maximum)
-        for num, allowed, kind in (
-            (size_of(repeat), MAX_SIZE, "characters"),
-            (cost_of(repeat), MAX_COST, "wide characters"),
-        ):
-            if num > allowed:
-                raise self.error(
-                    f"repetition expands to {num} {kind}, more than the maximum of {allowed},"
-                )
+        if size > MAX_SIZE:
+            raise self.error(_too_long(size, "characters", MAX_SIZE))
+        # The cost is at most the size.
+        if size > MAX_COST and (cost := cost_of(repeat)) > MAX_COST:
+            raise self.error(_too_long(cost, "wide characters", MAX_COST))
         return repeat
 
     def _count(self) -> tuple[int, int | None]:
@@ -178,20 +178,29 @@ class _RegexParser:
                 return complement(_LINE_ENDS)
             case "\\":
                 found = self._escape(_CLASSES)
-                return Text(chr(found)) if isinstance(found, int) else Characters(found)
+                return self._letter(chr(found)) if isinstance(found, int) else Characters(found)
             case "^" | "$":
                 raise self.error(f"anchor {character} inside the expression")
             case "*" | "+" | "?" | "{":
                 raise self.error("nothing to repeat")
         _check_character(ord(character))
-        return Text(character)
+        return self._letter(character)
+
+    def _letter(self, letter: str) -> Expression:
+        if not (self._ignores_case and letter.isascii() and letter.isalpha()):
+            return Text(letter)
+        return Characters(tuple((ord(one), ord(one)) for one in (letter.upper(), letter.lower())))
 
     def _group(self, depth: int) -> Expression:
+        ignored_case = self._ignores_case
         if self._peek() == "?":
-            if self._text[self._at : self._at + 2] != "?:":
+            start = "?i:" if self._text.startswith("?i:", self._at) else "?:"
+            if not self._text.startswith(start, self._at):
                 raise self.error("group other than (...) and (?:...)")
-            self._at += 2
+            self._ignores_case = ignored_case or start == "?i:"
+            self._at += len(start)
         inside = self.parse_alternatives(depth + 1)
+        self._ignores_case = ignored_case
         if self._take() != ")":
             raise self.error("missing ), unterminated group")
         return inside
@@ -216,6 +225,13 @@ class _RegexParser:
         self._at += 1
         if not ranges:
             raise self.error("empty character set")
+        if self._ignores_case:
+            ranges += [
+                (ord(chr(code).swapcase()),) * 2
+                for low, high in tuple(ranges)
+                for code in (*range(0x41, 0x5B), *range(0x61, 0x7B))
+                if low <= code <= high
+            ]
         others = complement(tuple(ranges))
         return others if is_negated else complement(others.ranges)
 
@@ -255,6 +271,10 @@ class _RegexParser:
         character = self._peek()
         self._at += 1
         return character
+
+
+def _too_long(num: int, kind: str, most: int) -> str:
+    return f"repetition expands to {num} {kind}, more than the maximum of {most},"
 
 
 def _unsupported(problem: str) -> Exception:

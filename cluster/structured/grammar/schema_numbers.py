@@ -33,6 +33,7 @@ _NUM_WHOLE_DIGITS = 21
 """Digits before the point of other numbers, which have exponents above that."""
 _NUM_DECIMALS = 20
 _MAX_MULTIPLE_DECIMALS = 6
+_MAX_FRACTIONS = 256
 _MAX_BOUND_DIGITS = 40
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _INT64 = -(2**63), 2**63 - 1
@@ -73,6 +74,8 @@ def number_of(schema: Schema, path: str, multiples: Multiples, *, is_integer: bo
     low, is_low_open = _closest(bounds, "minimum", "exclusiveMinimum", max)
     high, is_high_open = _closest(bounds, "maximum", "exclusiveMaximum", min)
     grid = Grid(0)
+    if has_multiples and not bounds and not is_integer and (parts := _fractions_of(schema)):
+        return _with_fractions(parts, multiples)
     if has_multiples:
         grid = _grid_of(schema, path, is_integer=is_integer)
     elif not is_integer:
@@ -116,6 +119,28 @@ def _number_at(schema: Schema, keyword: str, path: str) -> Fraction:
     return number
 
 
+def _fractions_of(schema: Schema) -> list[str]:
+    """Return the decimals of the multiples of 0.5, 0.25 and so on; empty for other divisors."""
+    divisor, scale = schema["multipleOf"], 10**_MAX_MULTIPLE_DECIMALS
+    if not isinstance(divisor, Fraction) or divisor.numerator != 1:
+        return []
+    number = divisor.denominator
+    if number > _MAX_FRACTIONS or scale % number or number in (1, 10, 100):
+        return []
+    units = (scale // number * index for index in range(1, number))
+    return [f"{unit:0{_MAX_MULTIPLE_DECIMALS}}".rstrip("0") for unit in units]
+
+
+def _with_fractions(decimals: list[str], multiples: Multiples) -> Expression:
+    """Return all numbers with these decimals, or with none."""
+    most = Fraction(10**_NUM_DIGITS - 1)
+    whole = numbers_between(
+        -most, most, is_low_open=False, is_high_open=False, grid=Grid(0), multiples=multiples
+    )
+    part = Concat((Text("."), Alternation(tuple(map(Text, decimals)))))
+    return Alternation((Concat((whole, optional(part))), Concat((Text("-0"), part))))
+
+
 def _grid_of(schema: Schema, path: str, *, is_integer: bool) -> Grid:
     """Return the numbers that multipleOf allows."""
     divisor = _number_at(schema, "multipleOf", path)
@@ -127,7 +152,11 @@ def _grid_of(schema: Schema, path: str, *, is_integer: bool) -> Grid:
         num_decimals = len(str(divisor.denominator)) - 1
         if divisor.denominator == 10**num_decimals and num_decimals <= _MAX_MULTIPLE_DECIMALS:
             return Grid(num_decimals)
-    fail(f"{path}/multipleOf", "must be a positive integer, or 0.1, 0.01 and so on to 0.000001")
+    fail(
+        f"{path}/multipleOf",
+        "must be a positive integer, or 0.1, 0.01 and so on to 0.000001; without bounds also 0.5, "
+        "0.25 and so on",
+    )
 
 
 def _closest(

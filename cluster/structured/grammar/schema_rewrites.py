@@ -24,14 +24,19 @@ __all__ = ["load_schema", "rewritten"]
 
 _Json: TypeAlias = "dict[str, object]"
 _ONE = ("items", "additionalProperties", "propertyNames", "additionalItems")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_REWRITTEN = frozenset(
+    ("not", "items", "additionalItems", "propertyNames", "allOf", "anyOf", "oneOf")
+)
+"""Schemas without these keywords are copied."""
 _ITEMS = frozenset(("items", "prefixItems", "uniqueItems"))
 _MAX_DEPTH = 64
 _MAX_BRANCHES = 128
 _MAX_MERGES = 1024
 """Merges of one schema; branches within branches may need a power of two of them."""
 
+_RESTRICTING = KNOWN - ANNOTATIONS | {"not"}
 _MAX_EXPONENT = 400
 """The largest exponent of a number; no float has a larger exponent."""
 
@@ -53,15 +58,19 @@ class _Rewriter:
         if not isinstance(given, dict) or depth > _MAX_DEPTH:
             return given
         found = dict(given)
-        for name in _ONE:
-            if isinstance(found.get(name), dict):
-                found[name] = self.schema(found[name], depth + 1)
-        for name in (*_LISTS, "items"):
-            if isinstance(parts := found.get(name), list):
-                found[name] = [self.schema(part, depth + 1) for part in parts]
-        for name in _MAPS:
-            if isinstance(parts := found.get(name), dict):
-                found[name] = {key: self.schema(part, depth + 1) for key, part in parts.items()}
+        for name, part in given.items():
+            if isinstance(part, dict):
+                if name in _ONE:
+                    found[name] = self.schema(part, depth + 1)
+                elif name in _MAPS:
+                    found[name] = {key: self.schema(one, depth + 1) for key, one in part.items()}
+            elif isinstance(part, list) and name in _LISTS:
+                found[name] = [self.schema(one, depth + 1) for one in part]
+        if found.get("nullable") is True and isinstance(found.get("type"), str):
+            # As in OpenAPI 3.0, which requires the type beside it.
+            found["type"] = [found["type"], "null"]
+        if _REWRITTEN.isdisjoint(found):
+            return found
         if _restricting(found) == {"not"} and _is_any(found["not"]):
             # Allows nothing.
             return False
@@ -187,8 +196,8 @@ class _Rewriter:
         return self._targets[pointer]
 
 
-def _restricting(schema: _Json) -> set[str]:
-    return {name for name in schema if name in KNOWN - ANNOTATIONS or name == "not"}
+def _restricting(schema: _Json) -> frozenset[str]:
+    return _RESTRICTING.intersection(schema)
 
 
 def _is_any(schema: object) -> bool:
@@ -233,13 +242,21 @@ def load_schema(text: str) -> tuple[object, object]:
 
     Raises InvalidRequestError.
     """
+    has_floats = False
+
+    def read_float(digits: str) -> Fraction:
+        nonlocal has_floats
+        has_floats = True
+        return _fraction(digits)
+
     try:
-        schema = json.loads(text, parse_constant=_reject_constant, parse_float=_fraction)
+        schema = json.loads(text, parse_constant=_reject_constant, parse_float=read_float)
     except ValueError as error:
         raise invalid_structure(f"structure is not valid JSON: {error}.") from error
     except RecursionError:
         raise invalid_structure("structure is a JSON Schema that is nested too deeply.") from None
-    return rewritten(schema), rewritten(json.loads(text))
+    exact = rewritten(schema)
+    return exact, rewritten(json.loads(text)) if has_floats else exact
 
 
 def _fraction(text: str) -> Fraction:

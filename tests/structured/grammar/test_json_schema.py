@@ -86,7 +86,7 @@ def test_texts_of_random_schemas_are_valid(
             "# requires more different items than it allows",
         ),
         ({"type": "array", "contains": {"const": 9}}, "#/contains"),
-        ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
+        ({"type": "number", "multipleOf": 0.5, "minimum": 0}, "#/multipleOf"),
         ({"not": {"type": "integer"}}, "#/not"),
         ({"if": {}, "then": {}}, "#/if"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
@@ -223,6 +223,12 @@ def test_annotations_restrict_nothing(schema: dict[str, object]) -> None:
         }
         bare = schema_without_text(parameters)
         assert grammar_text(structure(bare)) == grammar_text(structure(parameters)), keyword
+
+
+def test_a_nullable_type_of_openapi_may_be_null() -> None:
+    nullable = structure({"type": "integer", "minimum": 1, "nullable": True})
+    both = structure({"type": ["integer", "null"], "minimum": 1})
+    assert grammar_text(nullable) == grammar_text(both)
 
 
 @pytest.mark.parametrize(

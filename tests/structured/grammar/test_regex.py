@@ -11,7 +11,33 @@ from pagedray.errors import InvalidRequestError
 from tests.structured.grammar.as_regex import as_regex
 
 TEXTS = [
-    *("", "a", "b", "ab", "abc", "aab", "abab", "x\n", "\n", "\r", "7", "42", "4-2", " ", "\t"),
+    *(
+        "",
+        "A",
+        "B",
+        "AB",
+        "Ab",
+        "aB",
+        "ABC",
+        "abc",
+        "aBC",
+        "\u017f",
+        "\u212a",
+        "a",
+        "b",
+        "ab",
+        "abc",
+        "aab",
+        "abab",
+        "x\n",
+        "\n",
+        "\r",
+        "7",
+        "42",
+        "4-2",
+        " ",
+        "\t",
+    ),
     *("\u00a0", "\u2003", "\u00e9", "_", "a$", "^a", "]", "\\", ".", "aaa", "aaaa", "\ufeff", '"'),
 ]
 
@@ -21,6 +47,7 @@ TEXTS = [
     [
         *("^ab$", "a|b|", "(?:ab)+?", "a{2,3}", "a{2,}", "[^a]", "[a-]", r"[\]\\]", r"\.", ""),
         *(r"\d+", r"\w*", r"\s", "(a|b)*c?", r"[\d\-]+", r"\x61\u0062", r"a\$", "^a|b$", r"\\"),
+        *("(?i:aB[b-c]?)", "(?i:[^B])", "a(?i:(?:b))", "(?i:a)b"),
         *(r"[^\s]", r"[\w.]", r"\n", "a{0}", "(((a)))", "[^\\n]", r'"'),
     ],
 )

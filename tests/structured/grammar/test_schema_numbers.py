@@ -199,6 +199,9 @@ def test_integers_are_whole(
         ({"minimum": Fraction("1e-30"), "maximum": Fraction("1e-25")},
          ("1e-30", "2e-26"), ("0", "2e-25")),
         ({"minimum": 0, "exclusiveMinimum": True}, ("1e-5",), ("0", "0.00")),
+        ({"multipleOf": Fraction(1, 2)}, ("0", "-0.5", "12.5", "-3"), ("0.25", "1.", "-0", "0.55")),
+        ({"multipleOf": Fraction(1, 4)}, ("1.25", "0.5", "99.75", "-0.75"), ("1.2", "0.15")),
+        ({"multipleOf": Fraction(1, 20)}, ("1.05", "0.95", "7"), ("0.01", "0.951")),
     ],
 )  # fmt: skip
 def test_doubles_are_whole(
