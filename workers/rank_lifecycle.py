@@ -184,7 +184,7 @@ class RankLifecycle:
             self.worker.end_epoch()
 
     def _fetch_weights(self) -> None:
-        from workers.hub.local_weights import with_local_weights
+        from workers.hub.locate import with_local_weights
 
         if self._config.model.hub is None:
             return

@@ -21,7 +21,7 @@ from cluster.engine.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import CheckpointError, StartupError
 from workers.hub.fetch import fetch_files, find_revision, side_files
-from workers.hub.local_weights import listed_weight_files
+from workers.hub.locate import listed_weight_files
 from workers.hub.mirror import S3_SCHEME, Mirror, parse_location
 from workers.hub.model_name import HubName, parse_model
 

@@ -27,8 +27,7 @@ from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.files import has_file
 from pagedray.model_config import Dtype, Task
 from pagedray.sampling_params import SamplingParams
-from workers.hub.local_weights import check_weights_listed, hub_dtype
-from workers.hub.locate import locate_model, with_revision
+from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_revision
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.models.quantize_at_load import with_method

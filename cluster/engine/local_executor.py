@@ -163,7 +163,7 @@ class LocalExecutor(Executor):
     def _started(self) -> Started:
         # torch is imported only in the process of a rank.
         from workers.embedding_worker import make_worker
-        from workers.hub.local_weights import with_local_weights
+        from workers.hub.locate import with_local_weights
         from workers.parallel.group import SoloGroup
         from workers.startup import import_modules
 

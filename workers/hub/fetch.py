@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -21,16 +23,16 @@ from pagedray.errors import CheckpointError, PagedRayError
 from pagedray.model_config import HubFile, HubRevision
 from pagedray.text import pluralize
 from workers.hub.model_name import HubName, HubSettings, is_commit, is_side_file
-from workers.hub.transfer import start_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-__all__ = ["Snapshot", "fetch_files", "fetch_header", "find_revision", "side_files"]
+__all__ = ["Snapshot", "fetch_files", "fetch_header", "find_revision", "side_files", "start_call"]
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 _NUM_TRIES = 3
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -54,7 +56,7 @@ def find_revision(name: HubName, settings: HubSettings | None = None) -> HubRevi
     if commit == name.revision and (known := _snapshot(name, commit, settings).read_listing()):
         return known
     # The library is imported only if a model is on the Hub.
-    from workers.hub.problems import HubUnreachableError
+    from workers.hub.transfer import HubUnreachableError
 
     try:
         revision = _answer(_ask_for_model, name, settings)
@@ -118,7 +120,7 @@ def fetch_files(
     except PagedRayError:
         raise
     except Exception as error:
-        from workers.hub.problems import hub_error
+        from workers.hub.transfer import hub_error
 
         raise hub_error(error, name, settings) from error
     return snapshot.folder
@@ -150,7 +152,7 @@ def _answer(
     ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
 ) -> Answer:
     """Return the result of `ask`, which may fail a few times. Raises CheckpointError."""
-    from workers.hub.problems import HubUnreachableError, hub_error
+    from workers.hub.transfer import HubUnreachableError, hub_error
 
     for num_tries in range(1, _NUM_TRIES + 1):
         try:
@@ -454,3 +456,18 @@ def _write(path: Path, text: str) -> None:
     # Others may share the cache.
     Path(temporary).chmod(0o664)
     Path(temporary).replace(path)
+
+
+# Any: the arguments of the function.
+def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pagedray-hub", daemon=True).start()
+    return future

@@ -7,28 +7,40 @@ arrive, and reports progress.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils.tqdm import tqdm
+
+from pagedray.errors import CheckpointError
+from workers.hub.fetch import start_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from pagedray.model_config import HubFile, HubRevision
-    from workers.hub.model_name import HubSettings
+    from workers.hub.model_name import HubName, HubSettings
 
-__all__ = ["Transfer", "start_call"]
+__all__ = ["HubUnreachableError", "Transfer", "hub_error"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +49,8 @@ _POLL_S = 0.2
 _MAX_REASON = 200
 _LIBRARY_LOGGERS = ("huggingface_hub.file_download", "huggingface_hub.utils._http")
 _LOCK_S = 0.1
-
-Result = TypeVar("Result")
+_ACCESS_ERRORS = {errno.EROFS, errno.EACCES, errno.EPERM}
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO} | _ACCESS_ERRORS
 
 
 class Transfer:
@@ -254,16 +266,89 @@ def _largest_part(blobs: Path, file: HubFile) -> Path | None:
     return part if part is not None and 0 < sizes[part] <= file.size else None
 
 
-# Any: the arguments of the function.
-def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
-    future: Future[Result] = Future()
+class HubUnreachableError(CheckpointError):
+    """The Hub does not answer; cached files can be used."""
 
-    def run() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
+    def __init__(self, name: HubName, reason: str, advice: str) -> None:
+        """`reason` describes the problem, without the name of the model."""
+        super().__init__(f"{name} is not a folder, and cannot be downloaded: {reason}; {advice}.")
+        self.reason = reason
 
-    threading.Thread(target=run, name="pagedray-hub", daemon=True).start()
-    return future
+
+def hub_error(error: BaseException, name: HubName, settings: HubSettings) -> CheckpointError:
+    """Return the error to raise for an exception of the library."""
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, HfHubHTTPError):
+            return _rejection(cause, name, settings.endpoint)
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRORS:
+            advice = (
+                "make it writable" if cause.errno in _ACCESS_ERRORS else "free some space there"
+            )
+            return CheckpointError(
+                f"{name} cannot be stored in {settings.cache}: {cause.strerror}; {advice}, or set "
+                "HF_HOME to a folder on another disk."
+            )
+    # The innermost cause, which describes the connection.
+    return HubUnreachableError(
+        name,
+        f"{settings.endpoint}: {_reason(causes[-1])}",
+        "check the network and HF_ENDPOINT",
+    )
+
+
+def _rejection(error: HfHubHTTPError, name: HubName, endpoint: str) -> CheckpointError:
+    """Return the error for an answer of the Hub."""
+    status = error.response.status_code
+    access = "set HF_TOKEN to a token of an account that may read it"
+    if isinstance(error, GatedRepoError):
+        return CheckpointError(
+            f"{name} is gated ({status}): accept its terms at {endpoint}/{name.id}, and {access}."
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return CheckpointError(
+            f"{name.id} has no revision {name.revision} on {endpoint} ({status}); after the @, "
+            "write a branch, a tag or a commit of it."
+        )
+    if isinstance(error, RemoteEntryNotFoundError):
+        return CheckpointError(
+            f"{endpoint} lists a file of {name} that it does not have ({status}); try again, or "
+            "use another revision."
+        )
+    if isinstance(error, DisabledRepoError):
+        return CheckpointError(f"Access to {name} is disabled on {endpoint}; use another model.")
+    if status == 401 and get_token() is not None:
+        return CheckpointError(
+            f"{endpoint} denies access to {name} with this token (401); check the name, and "
+            f"{access}."
+        )
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        return CheckpointError(
+            f"{name} is neither a folder nor a model on {endpoint} ({status}); check the name, or "
+            f"if it is private, {access}."
+        )
+    if status == 403:
+        return CheckpointError(f"{endpoint} denies access to {name} (403); {access}.")
+    if status == 429:
+        return HubUnreachableError(
+            name,
+            f"{endpoint} is limiting the rate of requests (429)",
+            "try again in a few minutes, or set HF_TOKEN for a higher limit",
+        )
+    if status >= 500:
+        return HubUnreachableError(name, f"{endpoint} returned status {status}", "try again later")
+    return CheckpointError(f"{endpoint} rejected the request for {name} with status {status}.")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0].rstrip(".") if lines else type(error).__name__
+    return text[:_MAX_REASON]

@@ -31,8 +31,7 @@ from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.fetch import Snapshot, fetch_files, fetch_header, find_revision
-from workers.hub.local_weights import check_weights_listed, hub_dtype, with_local_weights
-from workers.hub.locate import locate_model
+from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_local_weights
 from workers.hub.model_name import HubName, HubSettings
 from workers.models.families.registry import read_model_config
 from workers.weights.tensor_entries import read_entries
