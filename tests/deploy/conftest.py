@@ -24,45 +24,25 @@ OVERLAYS = sorted(path.parent for path in DEPLOY.glob("kuberay/overlays/*/kustom
 
 
 @pytest.fixture(params=[*OVERLAYS, _SINGLE_POD], ids=lambda path: path.name)
-def folder(request: pytest.FixtureRequest) -> Path:
-    """The folder of each deployment."""
-    path: Path = request.param
-    return path
-
-
-@pytest.fixture
-def manifests(folder: Path) -> list[Manifest]:
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     """The manifests of each deployment."""
-    return render(folder)
+    return render(request.param)
 
 
 @pytest.fixture
-def monitored_folder(tmp_path: Path) -> Path:
-    """A user's overlay: one of ours with monitoring."""
-    return write_overlay(
-        tmp_path, DEPLOY / "kuberay/overlays/gpu-1", DEPLOY / "kuberay/components/monitoring"
-    )
-
-
-@pytest.fixture
-def monitored(monitored_folder: Path) -> list[Manifest]:
-    """The manifests of that overlay."""
-    return render(monitored_folder)
+def monitored(tmp_path: Path) -> list[Manifest]:
+    """The manifests of a user's overlay: one of ours with monitoring."""
+    base, component = "kuberay/overlays/gpu-1", "kuberay/components/monitoring"
+    return render(write_overlay(tmp_path, DEPLOY / base, DEPLOY / component))
 
 
 @pytest.fixture(params=_COMPONENTS, ids=lambda path: "-".join(path.relative_to(DEPLOY).parts[::2]))
-def extended_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A user's overlay with each of our components: of sixteen GPUs, or of a single pod."""
+def extended(request: pytest.FixtureRequest, tmp_path: Path) -> list[Manifest]:
+    """The manifests of a user's overlay with each component: of sixteen GPUs, or a single pod."""
     component: Path = request.param
     is_single = component.is_relative_to(_SINGLE_POD)
     base = _SINGLE_POD if is_single else DEPLOY / "kuberay/overlays/tp-16"
-    return write_overlay(tmp_path, base, component)
-
-
-@pytest.fixture
-def extended(extended_folder: Path) -> list[Manifest]:
-    """The manifests of that overlay."""
-    return render(extended_folder)
+    return render(write_overlay(tmp_path, base, component))
 
 
 @pytest.fixture(params=OVERLAYS, ids=lambda path: path.name)

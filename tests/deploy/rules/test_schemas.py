@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 
 def test_manifests_match_their_schemas(manifests: list[Manifest]) -> None:
+    assert {"NetworkPolicy", "PodDisruptionBudget"} < {one["kind"] for one in manifests}
     for manifest in manifests:
         check(manifest)
 
 
 def test_the_monitoring_component_matches_its_schemas(monitored: list[Manifest]) -> None:
-    kinds = [manifest["kind"] for manifest in monitored]
-    assert "PodMonitor" in kinds
+    by_kind = {manifest["kind"]: manifest for manifest in monitored}
+    assert "PodMonitor" in by_kind
+    alerts = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())
+    assert by_kind["PrometheusRule"]["spec"] == alerts
     for manifest in monitored:
         check(manifest)
 
