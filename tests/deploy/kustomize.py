@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["DEPLOY", "Manifest", "overlay", "render", "write_overlay"]
+__all__ = ["DEPLOY", "Manifest", "overlay", "render", "set_at", "write_overlay"]
 
 # Any: YAML.
 Manifest = dict[str, Any]
@@ -43,6 +43,21 @@ def write_overlay(folder: Path, base: Path, *components: Path) -> Path:
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     return folder
+
+
+# Any: mappings and lists.
+def set_at(manifest: Manifest, path: str, value: Any) -> None:
+    """Set a value in a manifest, append to a list at `-`, or delete what is there if it is None."""
+    *steps, last = path.split("/")
+    place: Any = manifest
+    for step in steps:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    if last == "-":
+        place.append(value)
+    elif value is None:
+        del place[last]
+    else:
+        place[int(last) if isinstance(place, list) else last] = value
 
 
 def _rendered(folder: Path) -> str:

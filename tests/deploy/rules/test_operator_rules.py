@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.deploy.kustomize import overlay
+from tests.deploy.kustomize import overlay, set_at
 from tests.deploy.rules.operator_rules import operator_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.deploy.kustomize import Manifest
 
 
@@ -19,164 +17,79 @@ def test_the_operator_accepts_the_service(ray_service: Manifest) -> None:
     assert operator_errors(ray_service) == []
 
 
-def _rename(service: Manifest) -> None:
-    service["metadata"]["name"] = "p" * 48
+_CLUSTER = "spec/rayClusterConfig"
+_HEAD = f"{_CLUSTER}/headGroupSpec"
+_HEAD_CONTAINER = f"{_HEAD}/template/spec/containers/0"
+_RANKS = f"{_CLUSTER}/workerGroupSpecs/0"
+_STEPS = {"stepSizePercent": 25, "intervalSeconds": 1, "gatewayClassName": "envoy"}
+_NO_AUTOSCALER = (f"{_CLUSTER}/enableInTreeAutoscaling", None)
 
 
-def _forget_version(service: Manifest) -> None:
-    del service["spec"]["rayClusterConfig"]["rayVersion"]
+def _set(name: str) -> tuple[str, dict[str, str]]:
+    return f"{_HEAD_CONTAINER}/env/-", {"name": name, "value": "1"}
 
 
-def _restart_workers(service: Manifest) -> None:
-    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    group["template"]["spec"]["restartPolicy"] = "Always"
+def _state(**options: object) -> tuple[str, dict[str, object]]:
+    return f"{_CLUSTER}/gcsFaultToleranceOptions", {"backend": "rocksdb", **options}
 
 
-def _want_more_than_the_most(service: Manifest) -> None:
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] = 9
-
-
-def _name_the_head_service(service: Manifest) -> None:
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
-    head["headService"] = {"metadata": {"name": "head"}}
-
-
-def _upgrade_by_steps(service: Manifest) -> None:
-    service["spec"]["upgradeStrategy"] = {"type": "NewClusterWithIncrementalUpgrade"}
-
-
-def _upgrade_by_steps_above_the_surge(service: Manifest) -> None:
-    options = {"maxSurgePercent": 20, "stepSizePercent": 25, "intervalSeconds": 1}
-    service["spec"]["upgradeStrategy"] = {
-        "type": "NewClusterWithIncrementalUpgrade",
-        "clusterUpgradeOptions": {**options, "gatewayClassName": "envoy"},
-    }
-
-
-def _recreate_the_cluster(service: Manifest) -> None:
-    service["spec"]["rayClusterConfig"]["upgradeStrategy"] = {"type": "Recreate"}
-
-
-def _isolate_the_cluster(service: Manifest) -> None:
-    service["spec"]["rayClusterConfig"]["networkPolicy"] = {"mode": "DenyAll"}
-
-
-def _prefer_a_group_without_the_autoscaler(service: Manifest) -> None:
-    cluster = service["spec"]["rayClusterConfig"]
-    del cluster["enableInTreeAutoscaling"]
-    cluster["workerGroupSpecs"][0]["priority"] = 1
-
-
-def _keep_state(service: Manifest, **options: object) -> None:
-    cluster = service["spec"]["rayClusterConfig"]
-    cluster["gcsFaultToleranceOptions"] = {"backend": "rocksdb", **options}
-
-
-def _keep_state_in_two_places(service: Manifest) -> None:
-    _keep_state(service, redisAddress="redis:6379")
-
-
-def _keep_state_in_two_claims(service: Manifest) -> None:
-    _keep_state(service, storage={"claimName": "state", "size": "2Gi"})
-
-
-def _mount_something_over_the_state(service: Manifest) -> None:
-    _keep_state(service)
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
-    head["containers"][0]["volumeMounts"].append({"name": "tmp", "mountPath": "/data/gcs"})
-
-
-def _state_resources_twice(service: Manifest) -> None:
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
-    head["resources"] = {"CPU": "1"}
-
-
-def _label_by_parameters(service: Manifest) -> None:
-    service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["labels"] = "a=b"
-
-
-def _remove_the_containers(service: Manifest) -> None:
-    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    group["template"]["spec"]["containers"] = []
-
-
-def _repeat_the_group(service: Manifest) -> None:
-    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    groups.append(groups[0])
-
-
-def _suspend_the_group(service: Manifest) -> None:
-    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    group["suspend"] = True
-
-
-def _upgrade_by_steps_without_the_autoscaler(service: Manifest) -> None:
-    cluster = service["spec"]["rayClusterConfig"]
-    del cluster["enableInTreeAutoscaling"]
-    options = {"stepSizePercent": 5, "intervalSeconds": 1, "gatewayClassName": "envoy"}
-    service["spec"]["upgradeStrategy"] = {
-        "type": "NewClusterWithIncrementalUpgrade",
-        "clusterUpgradeOptions": options,
-    }
-
-
-def _set_on_the_head(service: Manifest, name: str) -> None:
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
-    head["containers"][0]["env"].append({"name": name, "value": "1"})
-
-
-def _name_redis_by_variable(service: Manifest) -> None:
-    _set_on_the_head(service, "RAY_REDIS_ADDRESS")
-
-
-def _choose_the_autoscaler_by_variable(service: Manifest) -> None:
-    _set_on_the_head(service, "RAY_enable_autoscaler_v2")
-
-
-def _choose_the_state_by_variable(service: Manifest) -> None:
-    _keep_state(service)
-    _set_on_the_head(service, "RAY_gcs_storage")
-
-
-def _store_redis(service: Manifest) -> None:
-    _keep_state(service, backend="redis", storage={"size": "2Gi"})
-
-
-def _ask_kubernetes_for_tokens(service: Manifest) -> None:
-    service["spec"]["rayClusterConfig"]["authOptions"]["enableK8sTokenAuth"] = True
+def _upgrade(**options: object) -> tuple[str, dict[str, object]]:
+    return "spec/upgradeStrategy", {"type": "NewClusterWithIncrementalUpgrade", **options}
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("changes", "error"),
     [
-        (_state_resources_twice, "resources in two places"),
-        (_label_by_parameters, "labels in rayStartParams"),
-        (_remove_the_containers, "ranks has no container"),
-        (_repeat_the_group, "two worker groups have one name"),
-        (_suspend_the_group, "cannot be suspended under an autoscaler"),
-        (_upgrade_by_steps_without_the_autoscaler, "needs the autoscaler"),
-        (_name_redis_by_variable, "Redis is configured by gcsFaultToleranceOptions"),
-        (_choose_the_autoscaler_by_variable, "version is in autoscalerOptions"),
-        (_choose_the_state_by_variable, "KubeRay sets where the state is"),
-        (_store_redis, "Redis has no storage"),
-        (_ask_kubernetes_for_tokens, "cannot have Kubernetes check its tokens"),
-        (_rename, "at most 47 characters"),
-        (_forget_version, "rayVersion of at least 2.52.0"),
-        (_restart_workers, "restartPolicy of ranks"),
-        (_want_more_than_the_most, "min <= replicas <= max"),
-        (_name_the_head_service, "no name of its own"),
-        (_upgrade_by_steps, "clusterUpgradeOptions"),
-        (_upgrade_by_steps_above_the_surge, "at most maxSurgePercent"),
-        (_recreate_the_cluster, "no upgradeStrategy of its own"),
-        (_isolate_the_cluster, "networkPolicy needs a feature gate"),
-        (_prefer_a_group_without_the_autoscaler, "priority of ranks needs"),
-        (_keep_state_in_two_places, "rocksdb has no ['redisAddress']"),
-        (_keep_state_in_two_claims, "a claim of one's own"),
-        (_mount_something_over_the_state, "/data/gcs is for the state"),
+        ([(f"{_HEAD}/resources", {"CPU": "1"})], "resources in two places"),
+        ([(f"{_HEAD}/rayStartParams/labels", "a=b")], "labels in rayStartParams"),
+        ([(f"{_RANKS}/template/spec/containers", [])], "ranks has no container"),
+        ([(f"{_RANKS}/suspend", True)], "cannot be suspended under an autoscaler"),
+        ([(f"{_RANKS}/template/spec/restartPolicy", "Always")], "restartPolicy of ranks"),
+        ([(f"{_RANKS}/replicas", 9)], "min <= replicas <= max"),
+        ([_NO_AUTOSCALER, (f"{_RANKS}/priority", 1)], "priority of ranks needs"),
+        (
+            [_NO_AUTOSCALER, _upgrade(clusterUpgradeOptions=_STEPS)],
+            "needs the autoscaler",
+        ),
+        ([_upgrade()], "clusterUpgradeOptions"),
+        (
+            [_upgrade(clusterUpgradeOptions=_STEPS | {"maxSurgePercent": 20})],
+            "at most maxSurgePercent",
+        ),
+        ([(f"{_CLUSTER}/upgradeStrategy", {"type": "Recreate"})], "no upgradeStrategy of its own"),
+        ([_set("RAY_REDIS_ADDRESS")], "Redis is configured by gcsFaultToleranceOptions"),
+        ([_set("RAY_enable_autoscaler_v2")], "version is in autoscalerOptions"),
+        ([_state(), _set("RAY_gcs_storage")], "KubeRay sets where the state is"),
+        ([_state(backend="redis", storage={"size": "2Gi"})], "Redis has no storage"),
+        ([_state(redisAddress="redis:6379")], "rocksdb has no ['redisAddress']"),
+        ([_state(storage={"claimName": "state", "size": "2Gi"})], "a claim of one's own"),
+        (
+            [_state(), (f"{_HEAD_CONTAINER}/volumeMounts/-", {"mountPath": "/data/gcs"})],
+            "/data/gcs is for the state",
+        ),
+        (
+            [(f"{_CLUSTER}/authOptions/enableK8sTokenAuth", True)],
+            "cannot have Kubernetes check its tokens",
+        ),
+        ([("metadata/name", "p" * 48)], "at most 47 characters"),
+        ([(f"{_CLUSTER}/rayVersion", None)], "rayVersion of at least 2.52.0"),
+        ([(f"{_HEAD}/headService", {"metadata": {"name": "head"}})], "no name of its own"),
+        (
+            [(f"{_CLUSTER}/networkPolicy", {"mode": "DenyAll"})],
+            "networkPolicy needs a feature gate",
+        ),
     ],
 )
-def test_the_operator_reports_errors(change: Callable[[Manifest], None], error: str) -> None:
+def test_the_operator_reports_errors(changes: list[tuple[str, object]], error: str) -> None:
     service = overlay("gpu-1")["RayService", "pagedray"]
-    change(service)
+    for path, value in changes:
+        set_at(service, path, value)
     [found] = operator_errors(service)
     assert error in found
+
+
+def test_groups_have_different_names() -> None:
+    service = overlay("gpu-1")["RayService", "pagedray"]
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    groups.append(groups[0])
+    assert "two worker groups have one name" in str(operator_errors(service))

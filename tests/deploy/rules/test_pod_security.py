@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
-from tests.deploy.kustomize import DEPLOY, overlay
+from tests.deploy.kustomize import DEPLOY, overlay, set_at
 from tests.deploy.network.policies import Peer, admits
 from tests.deploy.rules.pod_security import restricted_violations
 from tests.deploy.rules.schemas import check
@@ -105,10 +105,5 @@ def test_the_filler_has_no_network(filler: list[Manifest]) -> None:
 )
 def test_violations_are_found(path: str, value: object, violation: str) -> None:
     [pod] = _pods(list(yaml.safe_load_all(_FILLER.read_text())))
-    *steps, last = path.split("/")
-    # Any: mappings and lists.
-    place: Any = pod
-    for step in steps:
-        place = place[int(step)] if isinstance(place, list) else place[step]
-    place[int(last) if isinstance(place, list) else last] = value
+    set_at(pod, path, value)
     assert violation in restricted_violations(pod)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.deploy.helm.chart import needs_helm, render_chart
-from tests.deploy.kustomize import DEPLOY, render, write_overlay
+from tests.deploy.kustomize import DEPLOY, render, set_at, write_overlay
 from tests.deploy.rules.published_types import has_published_type, needs_types, type_errors
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ def test_each_kind_is_checked_strictly(
     resources: list[Manifest], tmp_path: Path, kind: str, path: str, value: str
 ) -> None:
     wrong = next(one for one in resources if one["kind"] == kind)
-    *steps, last = path.split("/")
-    # Any: mappings and lists.
-    place: Any = wrong
-    for step in steps:
-        place = place[int(step)] if isinstance(place, list) else place[step]
-    place[last] = value
+    set_at(wrong, path, value)
     [error, *_] = type_errors([wrong], tmp_path)
-    assert last in error or "not assignable" in error
+    assert path.rpartition("/")[2] in error or "not assignable" in error

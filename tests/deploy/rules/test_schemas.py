@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jsonschema
 import pytest
 import yaml
 
-from tests.deploy.kustomize import DEPLOY, overlay
+from tests.deploy.kustomize import DEPLOY, overlay, set_at
 from tests.deploy.rules.schemas import check
 
 if TYPE_CHECKING:
@@ -47,12 +47,7 @@ def test_the_monitoring_component_matches_its_schemas(monitored: list[Manifest])
 )
 def test_invalid_manifests_are_rejected(path: str, value: object) -> None:
     wrong = overlay("cpu-demo")["RayService", "pagedray"]
-    *steps, last = path.split("/")
-    # Any: mappings and lists.
-    place: Any = wrong
-    for step in steps:
-        place = place[int(step)] if isinstance(place, list) else place[step]
-    place[last] = value
+    set_at(wrong, path, value)
     with pytest.raises(jsonschema.ValidationError):
         check(wrong)
 
