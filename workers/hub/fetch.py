@@ -10,9 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import time
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -27,12 +25,11 @@ from workers.hub.model_name import HubName, HubSettings, is_commit, is_side_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-__all__ = ["Snapshot", "fetch_files", "fetch_header", "find_revision", "side_files", "start_call"]
+__all__ = ["Snapshot", "fetch_files", "fetch_header", "find_revision", "side_files"]
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-Result = TypeVar("Result")
 _NUM_TRIES = 3
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -156,7 +153,7 @@ def _answer(
 
     for num_tries in range(1, _NUM_TRIES + 1):
         try:
-            return _timely_answer(ask, name, settings)
+            return ask(name, settings)
         except PagedRayError:
             raise
         except Exception as error:
@@ -169,19 +166,6 @@ def _answer(
     raise AssertionError
 
 
-def _timely_answer(
-    ask: Callable[[HubName, HubSettings], Answer], name: HubName, settings: HubSettings
-) -> Answer:
-    """Return the result of `ask`. Raises TimeoutError if the Hub answers too slowly."""
-    asking = start_call(ask, name, settings)
-    try:
-        return asking.result(settings.answer_timeout_s)
-    except TimeoutError:
-        if asking.done():
-            raise
-    raise TimeoutError(f"no response within {settings.answer_timeout_s:g} s")
-
-
 def _ask_for_header(
     file_name: str, name: HubName, settings: HubSettings
 ) -> list[tuple[str, str, int]]:
@@ -189,7 +173,7 @@ def _ask_for_header(
 
     api = HfApi(endpoint=settings.endpoint, library_name="pagedray")
     header = api.parse_safetensors_file_metadata(
-        name.id, file_name, revision=name.revision, timeout=settings.answer_timeout_s / 2
+        name.id, file_name, revision=name.revision, timeout=settings.answer_timeout_s
     )
     return [
         (tensor, entry.dtype, entry.parameter_count) for tensor, entry in header.tensors.items()
@@ -201,7 +185,7 @@ def _ask_for_model(name: HubName, settings: HubSettings) -> HubRevision:
 
     api = HfApi(endpoint=settings.endpoint, library_name="pagedray")
     info = api.model_info(
-        name.id, revision=name.revision, files_metadata=True, timeout=settings.answer_timeout_s / 2
+        name.id, revision=name.revision, files_metadata=True, timeout=settings.answer_timeout_s
     )
     if info.sha is None or not is_commit(info.sha) or info.siblings is None:
         raise CheckpointError(
@@ -456,18 +440,3 @@ def _write(path: Path, text: str) -> None:
     # Others may share the cache.
     Path(temporary).chmod(0o664)
     Path(temporary).replace(path)
-
-
-# Any: the arguments of the function.
-def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="pagedray-hub", daemon=True).start()
-    return future

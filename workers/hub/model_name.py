@@ -138,7 +138,7 @@ class HubSettings:
     is_offline: bool = False
     """Whether only the cache may be used."""
     answer_timeout_s: float = 30.0
-    """How long the Hub may take to describe a model."""
+    """How long the Hub may send nothing while it describes a model."""
     retry_s: float = 1.0
     """Pause before the first retry of a request that the Hub could not answer."""
     silence_s: float = 330.0

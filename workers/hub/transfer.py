@@ -13,9 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
@@ -31,7 +31,6 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils.tqdm import tqdm
 
 from pagedray.errors import CheckpointError
-from workers.hub.fetch import start_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +48,8 @@ _POLL_S = 0.2
 _MAX_REASON = 200
 _LIBRARY_LOGGERS = ("huggingface_hub.file_download", "huggingface_hub.utils._http")
 _LOCK_S = 0.1
+
+Result = TypeVar("Result")
 _ACCESS_ERRORS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO} | _ACCESS_ERRORS
 
@@ -80,7 +81,7 @@ class Transfer:
         """
         problems = _Problems()
         with problems.noted():
-            calls = [start_call(self._download_files, verify) for _ in range(self._num_threads)]
+            calls = [_start_call(self._download_files, verify) for _ in range(self._num_threads)]
             try:
                 while calls:
                     done, waiting = wait(calls, _POLL_S, FIRST_EXCEPTION)
@@ -352,3 +353,18 @@ def _reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0].rstrip(".") if lines else type(error).__name__
     return text[:_MAX_REASON]
+
+
+# Any: the arguments of the function.
+def _start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Run a function in a daemon thread; Python exits without waiting for it, unlike a pool."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pagedray-hub", daemon=True).start()
+    return future
