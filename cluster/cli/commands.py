@@ -99,7 +99,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     # gRPC's core logs a line for many kinds of malformed calls, so that any client could fill the
     # log. Errors of the server itself are exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from cluster.serving.model_name import with_served_names
+    from cluster.serving.inputs import with_served_names
     from cluster.serving.telemetry.log_lines import logging_to
 
     # Importing the server takes seconds on a slow disk, so mistakes are found before.
@@ -146,9 +146,9 @@ def set_ports(parsed: argparse.Namespace) -> None:
 
 def _frontend_options(parsed: argparse.Namespace) -> FrontendOptions:
     from cluster.serving.buffers import BufferLimits, ReaderLimits
-    from cluster.serving.call_options import CallOptions
     from cluster.serving.frontend_options import FrontendOptions
     from cluster.serving.http.allowed_hosts import AllowedOrigins
+    from cluster.serving.inputs import CallOptions
     from cluster.serving.intake import IntakeLimits
     from cluster.serving.responses.stored_responses import StoreLimits
 
@@ -206,12 +206,12 @@ def _chat(parsed: argparse.Namespace) -> int:
 
 
 def _run_batch(parsed: argparse.Namespace) -> int:
-    from cluster.serving.model_name import with_served_names
+    from cluster.serving.inputs import with_served_names
 
     # The file is checked before the model is loaded.
     with exiting_at_interrupt():
         from cluster.cli.run_batch import read_batch, run_batch
-        from cluster.serving.call_options import CallOptions
+        from cluster.serving.inputs import CallOptions
 
     lines = read_batch(parsed.input_file)
     config = with_served_names(_config(parsed), parsed.served_model_name or ())

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Message
 
-    from cluster.serving.call_options import CallOptions
     from cluster.serving.http.app import HttpApp
+    from cluster.serving.inputs import CallOptions
     from pagedray.config import EngineConfig
 
 __all__ = ["BatchLine", "read_batch", "run_batch"]

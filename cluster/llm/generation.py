@@ -15,8 +15,7 @@ from cluster.serving.beam_search import (
     check_length_penalty,
 )
 from cluster.serving.reasoning import ReasoningReader
-from cluster.serving.text.stop_strings import StopStrings
-from cluster.serving.text.text_stream import SequenceOutput, TextStream
+from cluster.serving.text.text_stream import SequenceOutput, StopStrings, TextStream
 from cluster.serving.tools.channel_reader import ChannelTexts
 from pagedray.batch import PromptToken, TokenLogprobs
 from pagedray.errors import EngineError, InvalidRequestError

@@ -16,8 +16,7 @@ import msgspec
 from cluster.llm.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput, Prompt
 from cluster.serving.openai.bodies.chat_body import check_open_end
-from cluster.serving.openai.bodies.messages import Message, read_messages
-from cluster.serving.openai.bodies.tool_fields import read_tools
+from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import check_variable_names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.serving.call_options import CallOptions
 from cluster.serving.http.allowed_hosts import AllowedOrigins
+from cluster.serving.inputs import CallOptions
 from cluster.serving.responses.stored_responses import StoreLimits
 
 __all__ = ["FrontendOptions"]

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
+from cluster.serving.buffers import ReaderLimits
 from cluster.serving.continuation import Continuation
+from cluster.serving.intake import IntakeLimits
+from cluster.serving.reasoning import ReasoningFormat
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.batch import Pooling
+from pagedray.errors import StartupError, UnknownModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import ModelConfig
 
 __all__ = [
     "MAX_CLIENT_ID_LENGTH",
     "MAX_SALT_LENGTH",
     "MAX_TIMEOUT_S",
     "Arrival",
+    "CallOptions",
     "CallOrigin",
     "EmbeddingInput",
     "Frontend",
@@ -24,13 +36,17 @@ __all__ = [
     "Prompt",
     "ScoreInput",
     "TokenizeInput",
+    "check_model_name",
+    "served_names",
+    "with_served_names",
 ]
 
 Frontend = Literal["http", "grpc", "ray", "none"]
 """The frontend that received a call."""
-
 Operation = Literal["chat", "text_completion", "embeddings", "score"]
 """The operation of a call, by OpenTelemetry's name if there is one."""
+
+_MAX_SHOWN = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +60,20 @@ class CallOrigin:
 
 
 MAX_TIMEOUT_S = 86_400
+
+
 """The longest time that a client may give a call."""
+
+
 MAX_CLIENT_ID_LENGTH = 128
+
+
 """Characters of a client's own id of a call."""
+
+
 MAX_SALT_LENGTH = 1024
+
+
 """Characters of the salt of a prefix."""
 
 
@@ -188,3 +214,41 @@ class TokenizeInput:
     """Whether special tokens are added to a text; a chat template adds its own."""
     model: str | None = None
     tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """The options of a servicer."""
+
+    tool_format: ToolCallFormat | None = None
+    """How the model writes tool calls; None is detected in its chat template."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its reasoning; None is detected in its chat template."""
+    reader_limits: ReaderLimits = field(default_factory=ReaderLimits)
+    intake_limits: IntakeLimits = field(default_factory=IntakeLimits)
+    strict_parameters: bool = False
+    """Whether parameters that would be ignored are rejected."""
+
+
+def check_model_name(given: str | None, model: ModelConfig) -> None:
+    """Raise UnknownModelError unless the name is a name of the model; None is accepted."""
+    if given is not None and given != model.name and given not in model.other_names:
+        raise UnknownModelError(given[:_MAX_SHOWN], *served_names(model))
+
+
+def served_names(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names that clients may give; answers have the first."""
+    return (model.name, *model.other_names)
+
+
+def with_served_names(config: EngineConfig, names: Sequence[str]) -> EngineConfig:
+    """Return a configuration with these names of the model, or its own without any.
+
+    Raises StartupError for an empty name.
+    """
+    if not all(names):
+        raise StartupError("served_model_name must not be empty.")
+    if not names:
+        return config
+    first, *others = dict.fromkeys(names)
+    return replace(config, model=replace(config.model, name=first, other_names=tuple(others)))

@@ -16,10 +16,10 @@ import pytest
 
 from cluster.serving.auth import Authenticator
 from cluster.serving.buffers import ReaderLimits
-from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
+from cluster.serving.inputs import CallOptions
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig
 from pagedray.model_config import ModelConfig

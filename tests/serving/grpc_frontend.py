@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_status import rpc_status
 
-from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.inputs import CallOptions
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 from pagedray.v1 import pagedray_pb2_grpc

@@ -20,8 +20,7 @@ from cluster.serving.buffers import BufferLimits, OutputBuffers
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
-from cluster.serving.inputs import GenerationInput
-from cluster.serving.model_name import with_served_names
+from cluster.serving.inputs import GenerationInput, with_served_names
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import (
     DeviceError,

@@ -9,8 +9,7 @@ from pydantic import FailFast, Field
 
 from cluster.serving.inputs import TokenizeInput
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
-from cluster.serving.openai.bodies.messages import Message, read_messages
-from cluster.serving.openai.bodies.tool_fields import read_tools, tools_field
+from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools, tools_field
 from cluster.serving.schema.body import Body
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import (

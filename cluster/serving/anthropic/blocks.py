@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue
 
 from cluster.serving.schema.body import OpenPart, named_schema
-from cluster.serving.schema.body_reader import read_part
-from cluster.serving.schema.field_errors import missing_field
+from cluster.serving.schema.body_reader import missing_field, read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError

@@ -15,7 +15,7 @@ from cluster.serving.anthropic.blocks import (
     read_system_prompt,
 )
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.openai.bodies.parameters import bounds, template_variables_field
+from cluster.serving.openai.bodies.sampling_fields import bounds, template_variables_field
 from cluster.serving.schema.body import Body, BodyPart, Defaults, OpenPart, named_schema
 from cluster.serving.schema.body_reader import read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.beam_search import Beam, BeamSearch, beam_step
-from cluster.serving.text.stop_strings import StopStrings
-from cluster.serving.text.text_stream import SequenceOutput, TextStream
+from cluster.serving.text.text_stream import SequenceOutput, StopStrings, TextStream
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.errors import (
     DeadlineError,

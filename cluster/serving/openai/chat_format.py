@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from cluster.serving.openai.response_choice import TextOffsets, finite
-from cluster.serving.text.detokenizer import IncrementalDetokenizer
+from cluster.serving.text.text_stream import IncrementalDetokenizer
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.request import FinishReason
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from cluster.serving.http.errors import rejection_body
-from cluster.serving.text.detokenizer import IncrementalDetokenizer
-from cluster.serving.text.text_stream import SequenceOutput
+from cluster.serving.text.text_stream import IncrementalDetokenizer, SequenceOutput
 from cluster.serving.text.token_bytes import TokenBytes
 from cluster.serving.tools.turns import Turn
 from pagedray.errors import EngineError

@@ -22,9 +22,8 @@ from cluster.engine.frozen_heap import freeze_heap
 from cluster.engine.open_engine import open_engine
 from cluster.engine.watchdog import ProgressClock
 from cluster.serving.auth import ANONYMOUS, Authenticator
-from cluster.serving.call_options import CallOptions
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.model_name import with_served_names
+from cluster.serving.inputs import CallOptions, with_served_names
 from cluster.serving.servicer import Servicer
 from cluster.serving.telemetry.log_lines import logging_to
 from cluster.serving.telemetry.tracing import otlp_tracer

@@ -26,7 +26,7 @@ from cluster.serving.responses.items import (
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, InputTokensBody, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredTurn
-from cluster.serving.schema.field_errors import renamed
+from cluster.serving.schema.body_reader import renamed
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns

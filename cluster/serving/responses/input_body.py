@@ -9,9 +9,11 @@ from pydantic import Field
 
 from cluster.serving.json_body import json_text
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.openai.bodies.parameters import template_variables_field
-from cluster.serving.openai.bodies.sampling_fields import RequestedStructure
-from cluster.serving.openai.bodies.tool_fields import read_choice_of
+from cluster.serving.openai.bodies.messages import read_choice_of
+from cluster.serving.openai.bodies.sampling_fields import (
+    RequestedStructure,
+    template_variables_field,
+)
 from cluster.serving.responses.items import ITEMS, FunctionTools, read_items
 from cluster.serving.schema.body import Body, BodyPart, named_schema
 from cluster.serving.schema.body_reader import read_part

@@ -12,8 +12,7 @@ from pydantic import Field
 from cluster.serving.json_body import check_counts, read_arguments
 from cluster.serving.openai.bodies.messages import RefusalPart, TextPart
 from cluster.serving.schema.body import OpenPart, named_schema
-from cluster.serving.schema.body_reader import read_part
-from cluster.serving.schema.field_errors import missing_field
+from cluster.serving.schema.body_reader import missing_field, read_part
 from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, MAX_TOOLS, NAME_PATTERN, Tool, check_id
 from pagedray.errors import InvalidRequestError

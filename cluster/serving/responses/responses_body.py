@@ -10,16 +10,16 @@ import msgspec
 from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.openai.bodies.parameters import (
+from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     MODERATION,
     UNLIMITED,
+    SamplingFields,
     bounds,
     model_field,
     thinking_budget,
     thinking_budget_field,
 )
-from cluster.serving.openai.bodies.sampling_fields import SamplingFields
 from cluster.serving.responses.input_body import InputBody
 from cluster.serving.responses.items import check_included_fields
 from cluster.serving.schema.body import Defaults

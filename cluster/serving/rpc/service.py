@@ -10,7 +10,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.serving.model_name import served_names
+from cluster.serving.inputs import served_names
 from cluster.serving.resume import StreamFormat
 from cluster.serving.rpc import chat as grpc_chat
 from cluster.serving.rpc import requests as grpc_requests

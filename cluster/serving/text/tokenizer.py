@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
-from typing import TYPE_CHECKING, Self
+import logging
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 import tokenizers
 
-from cluster.serving.text.configured_tokens import (
-    add_configured_tokens,
-    special_tokens_of,
-)
-from cluster.serving.text.converted_tokenizer import converted_tokenizer, convertible_file
 from cluster.serving.text.infilling import detect_infilling
-from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
 from cluster.serving.text.templates.template_files import ChatTemplates
@@ -23,13 +21,47 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.files import check_is_no_pointer, has_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
     from pagedray.config import EngineConfig
 
-__all__ = ["Tokenizer", "read_tokenizer"]
+__all__ = ["LibraryPanicError", "Tokenizer", "read_tokenizer"]
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "pyo3_runtime"
+_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+_LIBRARIES = {
+    "tokenizer.model": ("transformers", "sentencepiece"),
+    "tekken.json": ("transformers",),
+}
+
+
+class LibraryPanicError(RuntimeError):
+    """A library panicked, for example because of an invalid tokenizer file."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise LibraryPanicError instead of a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != _MODULE:
+            raise
+        raise LibraryPanicError(f"The tokenizer library panicked: {error}") from error
 
 
 class Tokenizer:
@@ -295,3 +327,103 @@ def _read_settings(path: Path) -> dict[str, object]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def special_tokens_of(settings: Mapping[str, object]) -> dict[str, str]:
+    """Return the tokens that settings name, such as `eos_token`."""
+    found = {name: _content(settings.get(name)) for name in _NAMES}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def add_configured_tokens(
+    tokenizer: tokenizers.Tokenizer, settings: Mapping[str, object], path: Path
+) -> None:
+    """Add the tokens of settings to a tokenizer; known tokens get the flags given here.
+
+    `path` is the file of the settings. Raises CheckpointError.
+    """
+    named = special_tokens_of(settings)
+    listed = _listed_tokens(settings.get("added_tokens_decoder"), path)
+    for token in listed:
+        token.special = token.special or token.content in named.values()
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known.update(token.content for token in listed)
+    more = [*named.values(), *_extra_tokens(settings)]
+    added = [
+        tokenizers.AddedToken(token, special=True, normalized=False)
+        for token in dict.fromkeys(more)
+        if token not in known
+    ]
+    # In one call, since the time of each call is proportional to the tokens that are there.
+    tokenizer.add_tokens([*listed, *added])
+
+
+def _listed_tokens(entries: object, path: Path) -> list[tokenizers.AddedToken]:
+    """Return the tokens of `added_tokens_decoder`, in the order of their ids."""
+    if entries is None:
+        return []
+    if not isinstance(entries, Mapping):
+        raise CheckpointError(f"{path}: added_tokens_decoder must be an object.")
+    tokens: dict[int, tokenizers.AddedToken] = {}
+    for key, entry in entries.items():
+        content = _content(entry) if isinstance(entry, Mapping) else None
+        if content is None or not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder must map token ids to objects with a content, "
+                f"unlike that of {key!r:.40}."
+            )
+        tokens[int(key)] = _added_token(content, entry)
+    return [token for _, token in sorted(tokens.items())]
+
+
+def _added_token(content: str, entry: Mapping[str, Any]) -> tokenizers.AddedToken:
+    flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
+    return tokenizers.AddedToken(content, **flags)
+
+
+def _extra_tokens(settings: Mapping[str, object]) -> list[str]:
+    """Return special tokens without a name."""
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+    values = extra.values() if isinstance(extra, Mapping) else extra
+    if not isinstance(values, list | type({}.values())):
+        return []
+    return [token for token in map(_content, values) if token is not None]
+
+
+def _content(value: object) -> str | None:
+    """Return the text of a token, which may be an object that also has flags."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def convertible_file(folder: Path) -> Path | None:
+    """Return the file that holds the tokenizer in another format, if any."""
+    paths = (folder / name for name in _LIBRARIES)
+    return next(filter(has_file, paths), None)
+
+
+def converted_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of such a file. Raises CheckpointError."""
+    missing = [name for name in _LIBRARIES[path.name] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} has no tokenizer.json, and its {path.name} cannot be converted without "
+            f"{' and '.join(missing)}; run: pip install {' '.join(_LIBRARIES[path.name])}"
+        )
+    # The import takes seconds, which only these checkpoints need.
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+        tokenizer = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    # Whatever the library raises for a file that it cannot read.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise CheckpointError(
+            f"{path} cannot be converted by transformers: {reason or type(error).__name__}."
+        ) from error
+    logger.info("Converted the tokenizer of %s", path)
+    return tokenizer

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from cluster.engine.embedding_job import EmbeddingRequest
-from cluster.serving.model_name import check_model_name
+from cluster.serving.inputs import check_model_name
 from cluster.serving.validation.prompt_reader import (
     DEFAULT_INSTRUCTION,
     PromptReader,

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from cluster.serving.beam_search import check_beams_fit
-from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt, TokenizeInput
-from cluster.serving.model_name import check_model_name
+from cluster.serving.inputs import (
+    GenerationInput,
+    InfillPrompt,
+    Prompt,
+    TokenizeInput,
+    check_model_name,
+)
 from cluster.serving.reasoning import (
     detect_reasoning,
     reasoning_after,

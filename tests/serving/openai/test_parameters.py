@@ -21,9 +21,15 @@ from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.generation_body import StreamOptions
-from cluster.serving.openai.bodies.messages import Message, MessageCall, RefusalPart, TextPart
-from cluster.serving.openai.bodies.parameters import IGNORED
-from cluster.serving.openai.bodies.tool_fields import Function, ToolObject
+from cluster.serving.openai.bodies.messages import (
+    Function,
+    Message,
+    MessageCall,
+    RefusalPart,
+    TextPart,
+    ToolObject,
+)
+from cluster.serving.openai.bodies.sampling_fields import IGNORED
 from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat
 from cluster.serving.responses.items import ITEMS, FunctionTool, NamespaceTool
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.serving.auth import ANONYMOUS
-from cluster.serving.call_options import CallOptions
+from cluster.serving.inputs import CallOptions
 from cluster.serving.intake import IntakeLimits, RequestSize
 from cluster.serving.rpc.methods import StalledWrites
 from cluster.serving.rpc.requests import check_fields

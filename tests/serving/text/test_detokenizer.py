@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.text.detokenizer import IncrementalDetokenizer
-from cluster.serving.text.stop_strings import StopMatcher, StopStrings
-from cluster.serving.text.text_stream import SequenceOutput, TextStream
+from cluster.serving.text.text_stream import (
+    IncrementalDetokenizer,
+    SequenceOutput,
+    StopMatcher,
+    StopStrings,
+    TextStream,
+)
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.batch import TokenLogprobs
 from pagedray.request import FinishReason, Request

@@ -9,8 +9,17 @@ from pydantic import FailFast, Field
 
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.openai.bodies.generation_body import GenerationBody
-from cluster.serving.openai.bodies.messages import Message, read_messages
-from cluster.serving.openai.bodies.parameters import (
+from cluster.serving.openai.bodies.messages import (
+    Message,
+    functions_field,
+    read_choice,
+    read_function_choice,
+    read_functions,
+    read_messages,
+    read_tools,
+    tools_field,
+)
+from cluster.serving.openai.bodies.sampling_fields import (
     CHAT_REJECTED,
     CHAT_WITHOUT_EFFECT,
     REJECTED,
@@ -20,16 +29,8 @@ from cluster.serving.openai.bodies.parameters import (
     thinking_budget,
     thinking_budget_field,
 )
-from cluster.serving.openai.bodies.tool_fields import (
-    functions_field,
-    read_choice,
-    read_function_choice,
-    read_functions,
-    read_tools,
-    tools_field,
-)
 from cluster.serving.schema.body import Defaults, named_schema
-from cluster.serving.schema.field_errors import renamed
+from cluster.serving.schema.body_reader import renamed
 from cluster.serving.text.templates.chat_prompt import ChatPrompt
 from cluster.serving.text.templates.template_arguments import (
     EFFORTS,

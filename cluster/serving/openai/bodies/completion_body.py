@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
 from cluster.serving.openai.bodies.generation_body import GenerationBody
-from cluster.serving.openai.bodies.parameters import (
+from cluster.serving.openai.bodies.sampling_fields import (
     REJECTED,
     UNLIMITED,
     WITHOUT_EFFECT,

@@ -8,7 +8,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.inputs import EmbeddingInput
-from cluster.serving.openai.bodies.parameters import IGNORED, bounds, model_field, prompts_field
+from cluster.serving.openai.bodies.sampling_fields import (
+    IGNORED,
+    bounds,
+    model_field,
+    prompts_field,
+)
 from cluster.serving.schema.body import Body, Defaults
 from pagedray.errors import InvalidRequestError
 

@@ -10,18 +10,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
-from cluster.serving.openai.bodies.parameters import (
+from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     IN_IGNORED,
     REJECTED,
     UNLIMITED,
     WITHOUT_EFFECT,
-    bounds,
-    model_field,
-)
-from cluster.serving.openai.bodies.sampling_fields import (
     RequestedStructure,
     SamplingFields,
+    bounds,
+    model_field,
     read_response_format,
 )
 from cluster.serving.schema.body import BodyPart, Defaults, named_schema

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster.serving.text.library_panics import LibraryPanicError
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.tokenizer import Tokenizer
+from cluster.serving.text.tokenizer import LibraryPanicError, Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message
