@@ -11,7 +11,7 @@ import httpx
 import pytest
 import transformers
 
-from cluster.serving.text.templates.template_code import compile_template
+from cluster.serving.text.templates.chat_template import ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.v1 import pagedray_pb2 as pb
@@ -242,7 +242,8 @@ def test_functions_keep_what_transformers_describes(
 
 def test_own_fields_do_not_replace_a_message(own_server: Server) -> None:
     # As a template that names its own fields by strings.
-    assert {"role", "content"} <= compile_template(CLIENTS_OWN_FIELDS_TEMPLATE).names
+    template = ChatTemplate(CLIENTS_OWN_FIELDS_TEMPLATE, {}, origin="test")
+    assert {"role", "content"} <= template.names
     body = with_fields(CHAT, ("messages", 0), {"Role": "x", "CONTENT ": "x"})
     answer = httpx.post(f"{own_server.url}/v1/chat/completions", json=body)
     assert answer.status_code == 200

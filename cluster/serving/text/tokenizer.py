@@ -21,7 +21,7 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.files import check_is_no_pointer, has_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from cluster.serving.text.templates.chat_template import ChatTemplate
@@ -216,37 +216,30 @@ class Tokenizer:
         """Return the text of token ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(
-        self,
-        prompt: ChatPrompt,
-        *,
-        template: ChatTemplate | None = None,
-    ) -> str:
+    def render_chat(self, prompt: ChatPrompt) -> str:
         """Return the prompt of a conversation, with special tokens as text.
 
-        `template` takes the place of the model's. Raises
-        InvalidRequestError.
+        Raises InvalidRequestError.
         """
-        if template is None:
-            template = self._template_for(prompt)
-        return template.render(prompt)
+        return self._template_for(prompt).render(prompt)
 
     @panics_as_errors()
     def render_marked_chat(
         self,
         prompt: ChatPrompt,
         *,
-        template: ChatTemplate | None = None,
+        render: Callable[[ChatPrompt], str] | None = None,
         marks_special_tokens: bool,
     ) -> MarkedText:
-        """Run `render_chat`, if requested with marks for the messages' special tokens.
+        """Run `render`, if requested with marks for the messages' special tokens.
 
-        Raises InvalidRequestError.
+        `render` is `render_chat` by default. Raises InvalidRequestError.
         """
         originals: Mapping[str, str] = {}
-        if marks_special_tokens and (self._templates is not None or template is not None):
+        if marks_special_tokens and (self._templates is not None or render is not None):
             prompt, originals = self._marker().mark(prompt)
-        return MarkedText(self.render_chat(prompt, template=template), originals)
+        render = self.render_chat if render is None else render
+        return MarkedText(render(prompt), originals)
 
     def _template_for(self, prompt: ChatPrompt) -> ChatTemplate:
         if self._templates is None:

@@ -23,7 +23,6 @@ from pagedray.field_checks import check_token_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from cluster.serving.text.templates.chat_template import ChatTemplate
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
@@ -214,13 +213,7 @@ class PromptReader:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         # A message of the body may have become several.
         check_num_messages(len(prompt.messages), self._size)
-        template = await self._template_of(prompt, tenant)
-        render = functools.partial(self._render, prompt, template)
-        marked = (
-            await self._text_pool.run_in_thread(tenant, render)
-            if self._text_pool is not None and _is_long_chat(prompt)
-            else render()
-        )
+        marked = await self._rendered(prompt, tenant)
         text = marked.restored
         if not text:
             raise InvalidRequestError(
@@ -237,28 +230,30 @@ class PromptReader:
             marked=marked if marked.originals else None,
         )
 
-    async def _template_of(self, prompt: ChatPrompt, tenant: str) -> ChatTemplate | None:
-        """Return the template of a prompt that replaces the model's, if any."""
-        source = prompt.template
-        if source is None:
-            return None
-        if prompt.is_template_trusted:
-            return self._program_templates.template_of(source)
-        if self._request_templates is None:
-            raise InvalidRequestError(
-                "chat_template is not supported: the server must be started with "
-                "--trust-request-chat-template.",
-                param="chat_template",
-            )
-        check_unicode(source, "chat_template")
-        return await self._request_templates.template_of(source, tenant)
-
-    def _render(self, prompt: ChatPrompt, template: ChatTemplate | None) -> MarkedText:
-        return self._tokenizer.render_marked_chat(
+    async def _rendered(self, prompt: ChatPrompt, tenant: str) -> MarkedText:
+        """Return a conversation in the model's template, or in the template of its prompt."""
+        run = functools.partial(
+            self._tokenizer.render_marked_chat,
             prompt,
-            template=template,
             marks_special_tokens=self._marks_special_tokens,
         )
+        source = prompt.template
+        if source is not None and not prompt.is_template_trusted:
+            if self._request_templates is None:
+                raise InvalidRequestError(
+                    "chat_template is not supported: the server must be started with "
+                    "--trust-request-chat-template.",
+                    param="chat_template",
+                )
+            check_unicode(source, "chat_template")
+            return await self._request_templates.run(
+                source, tenant, lambda render: run(render=render)
+            )
+        if source is not None:
+            run = functools.partial(run, render=self._program_templates.template_of(source).render)
+        if self._text_pool is not None and _is_long_chat(prompt):
+            return await self._text_pool.run_in_thread(tenant, run)
+        return run()
 
     async def _encode(
         self,

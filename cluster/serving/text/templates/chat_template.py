@@ -1,35 +1,35 @@
 """The chat template of a checkpoint, which renders messages to the prompt's text.
 
-Templates run in a sandbox. They come from checkpoints, and from requests if the operator allows it.
+Templates run in Jinja's sandbox. Templates of requests are rendered in another process.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
-from cluster.serving.text.templates.rendering_budget import MAX_CPU_S, TemplateLimitError
-from cluster.serving.text.templates.template_code import (
-    InvalidTemplateError,
-    TemplateCode,
-    compile_template,
-    reason_of,
-    template_environment,
-)
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from jinja2.parser import Parser
 
-__all__ = ["ChatTemplate"]
 
+__all__ = ["ChatTemplate", "InvalidTemplateError"]
+
+_MAX_REASON_LENGTH = 200
 _FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "return"))
 """The fields of a function as transformers describes it."""
 _TEXT = "text"
@@ -50,49 +50,66 @@ _PROBES = {
 _ROLES = frozenset(_PROBES)
 
 
+class InvalidTemplateError(CheckpointError):
+    """A source is not a valid template."""
+
+    def __init__(self, origin: str, reason: str) -> None:
+        """`reason` is a sentence without its full stop."""
+        super().__init__(f"{origin} has an invalid chat template: {reason}.")
+
+
+class _GenerationBlock(Extension):
+    """The tag around the assistant's output, which is used in training only and has no effect."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """A compiled template and its special tokens."""
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        *,
-        origin: str,
-        owner: str = "model",
-        cpu_s: float = MAX_CPU_S,
-        code: TemplateCode | None = None,
+        self, source: str, special_tokens: Mapping[str, str], *, origin: str, owner: str = "model"
     ) -> None:
-        """A rendering may take `cpu_s` of CPU time. Its errors name the owner of the template.
+        """Errors of a rendering name the owner of the template.
 
-        The source is compiled unless its `code` is given. Raises CheckpointError that names
-        `origin` if it is invalid.
+        Raises InvalidTemplateError that names `origin` if the template is invalid.
         """
-        if code is None:
-            try:
-                code = compile_template(source)
-            except InvalidTemplateError as error:
-                raise CheckpointError(f"{origin} has an invalid chat template: {error}.") from error
-        environment = self._environment = template_environment(cpu_s)
-        self._template = jinja2.Template.from_code(
-            environment, code.code, environment.make_globals(None)
-        )
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            variables = meta.find_undeclared_variables(parsed)
+            names = {node.attr for node in parsed.find_all(nodes.Getattr)}
+            texts = (node.value for node in parsed.find_all(nodes.Const))
+        # Jinja also raises the errors of Python's compiler for the generated code.
+        except (
+            jinja2.TemplateError,
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            raise InvalidTemplateError(origin, _reason_of(error)) from error
         self._special_tokens = dict(special_tokens)
         self._name = f"The {owner}'s chat template"
         self.source = source
         """The template's source."""
         self._has_channels = "<|channel|>" in source
         own = {*special_tokens, "messages", "add_generation_prompt", "tools"}
-        self.variables = code.variables - own
+        self.variables = frozenset(variables - own - environment.globals.keys())
         """The variables that it reads and that a request may set."""
-        self._names = code.names
+        self.names = frozenset(names.union(one for one in texts if isinstance(one, str)))
+        """The names of fields that it may read, and all other strings in it."""
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the prompt for the next turn, or for the rest of the last turn.
 
         Raises InvalidRequestError if the template rejects the messages.
         """
-        self._environment.start_rendering()
         messages = _in_channels(prompt.messages) if self._has_channels else prompt.messages
         mark = secrets.token_hex(16) if prompt.continues_final_message and messages else None
         if mark is None:
@@ -128,7 +145,6 @@ class ChatTemplate:
         for role in _PROBES:
             if role in self._roles_of_parts:
                 continue
-            self._environment.start_rendering()
             if self._writes_text(role, frozenset()) is False:
                 dropped.append(role)
         return tuple(dropped)
@@ -136,7 +152,7 @@ class ChatTemplate:
     @cached_property
     def _roles_of_parts(self) -> frozenset[str]:
         """The roles with content that the template only reads as a list of parts."""
-        if _TEXT not in self._names:
+        if _TEXT not in self.names:
             # The name of a part's text.
             return frozenset()
         return frozenset(
@@ -155,7 +171,7 @@ class ChatTemplate:
     def _render(
         self, prompt: ChatPrompt, messages: Sequence[ChatMessage], roles_of_parts: frozenset[str]
     ) -> str:
-        written = [_for_template(message, self._names, roles_of_parts) for message in messages]
+        written = [_for_template(message, self.names, roles_of_parts) for message in messages]
         try:
             return self._template.render(
                 {
@@ -163,23 +179,67 @@ class ChatTemplate:
                     **prompt.variables,
                     "messages": written,
                     "add_generation_prompt": prompt.adds_generation_prompt,
-                    "tools": [_read_fields(tool, self._names) for tool in prompt.tools] or None,
+                    "tools": [_read_fields(tool, self.names) for tool in prompt.tools] or None,
                     **self._special_tokens,
                 }
             )
-        except (TemplateLimitError, RecursionError, MemoryError) as error:
+        except (RecursionError, MemoryError) as error:
             raise InvalidRequestError(
-                f"{self._name} exceeds a limit with these messages: {reason_of(error)}.",
+                f"{self._name} exceeds a limit with these messages: {_reason_of(error)}.",
                 param="messages",
             ) from error
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"{self._name} rejected the messages: {reason_of(error)}.", param="messages"
+                f"{self._name} rejected the messages: {_reason_of(error)}.", param="messages"
             ) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"{self._name} cannot render these messages.", param="messages"
             ) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return a sandbox with the functions of Transformers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # The parameters of Transformers, in the same order.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the message of an error in one line, without a full stop."""
+    text = str(error)[:_MAX_REASON_LENGTH] or "out of memory"
+    return " ".join(text.split()).rstrip(".")
 
 
 def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

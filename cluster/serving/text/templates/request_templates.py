@@ -1,4 +1,7 @@
-"""The chat templates of requests, compiled."""
+"""The chat templates of requests, rendered in another process, and of the operator's program.
+
+The process forks for each rendering, so that the kernel limits its time and memory.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,94 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, TypeVar
 
-from cluster.serving.text.templates.chat_template import ChatTemplate
-from cluster.serving.text.templates.compiler_client import TemplateCompilerClient
-from cluster.serving.text.templates.rendering_budget import MAX_CPU_S
-from cluster.serving.text.templates.template_code import InvalidTemplateError, compile_template
+import msgspec
+
+from cluster.serving.text.templates.chat_template import ChatTemplate, InvalidTemplateError
+from cluster.structured.child_process import (
+    lift_memory_limit,
+    limit_memory,
+    read_frame,
+    read_message,
+    write_frame,
+)
 from cluster.structured.fair_thread_pool import FairThreadPool
-from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
+from pagedray.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    ShuttingDownError,
+)
+from pagedray.machine import child_environment, lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from cluster.serving.text.templates.template_code import TemplateCode
+    from cluster.serving.text.templates.chat_prompt import ChatPrompt
 
-__all__ = ["ProgramTemplates", "RequestTemplates"]
+__all__ = ["ProgramTemplates", "RequestTemplates", "TemplateProcess", "serve_templates"]
 
 logger = logging.getLogger(__name__)
 
 _PARAM = "chat_template"
 _MAX_LENGTH = 2**15
 """Characters of a template: templates of models have up to 20 000."""
-_NUM_KEPT = 32
-_RENDER_S = 0.5
-"""CPU time of a rendering, since others with long conversations wait for it."""
+_MAX_TEXT = 2**24
+"""Characters of a prompt."""
 _MAX_OPEN = 16
-"""Maximum number of open compilations of one tenant."""
+"""Maximum number of open renderings of one tenant."""
 _MAX_OPEN_TOTAL = 64
+_START_TIMEOUT_S = 120.0
+_CPU_S = 2.0
+"""CPU time of compiling and rendering a template."""
+_WAIT_S = 20.0
+"""Longer than the CPU time, since the machine may be busy."""
+_NICENESS = 10
+_MEMORY_BYTES = 512 * 2**20
+Result = TypeVar("Result")
+_PROGRAM = f"from {__name__} import serve_templates; serve_templates()"
 
-_Key = tuple[str, str]
+
+class _Rendered(msgspec.Struct, frozen=True, tag="rendered"):
+    """A prompt."""
+
+    text: bytes
+    """UTF-8, with lone surrogates, which the server rejects."""
+
+
+class _Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The template is invalid, or rejects the messages."""
+
+    reason: str
+    param: str | None
+
+
+class _Died(msgspec.Struct, frozen=True, tag="died"):
+    """The fork was killed by a signal."""
+
+    signal: int
 
 
 class RequestTemplates:
-    """Compiles templates in another process, and keeps the most recently used templates.
+    """Renders conversations with templates of requests, tenants in turn.
 
-    Used from one event loop, which it does not block: tenants take turns in a thread.
+    Used from one event loop, which waits for no rendering.
     """
 
     def __init__(
-        self, special_tokens: Mapping[str, str], *, compiler: TemplateCompilerClient | None = None
+        self, special_tokens: Mapping[str, str], *, process: TemplateProcess | None = None
     ) -> None:
         self._special_tokens = special_tokens
-        self._compiler = TemplateCompilerClient() if compiler is None else compiler
+        self._process = TemplateProcess() if process is None else process
         # While a thread uses the process, the other thread may be assigned to another tenant.
         self._threads = FairThreadPool(
             2,
@@ -57,17 +105,16 @@ class RequestTemplates:
             max_open_total=_MAX_OPEN_TOTAL,
             what="chat templates",
         )
-        # By tenant, since the time would reveal whether another tenant has used a template.
-        self._kept: OrderedDict[_Key, ChatTemplate] = OrderedDict()
-        self._running: dict[_Key, asyncio.Future[ChatTemplate]] = {}
 
     def warm_up(self) -> None:
         """Start the process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
             self._threads.submit_task("", self._start, size=0)
 
-    async def template_of(self, source: str, tenant: str) -> ChatTemplate:
-        """Return the template of a source, which takes long for the first request of a tenant.
+    async def run(
+        self, source: str, tenant: str, render: Callable[[Callable[[ChatPrompt], str]], Result]
+    ) -> Result:
+        """Return the result of `render`, which is called with the rendering by a source.
 
         Raises RequestError, or EngineError if the process fails.
         """
@@ -76,51 +123,205 @@ class RequestTemplates:
                 f"{_PARAM} may have at most {_MAX_LENGTH} characters, not {len(source)}.",
                 param=_PARAM,
             )
-        key = (tenant, source)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        running = self._running.get(key)
-        if running is None:
-            task = self._threads.submit_task(
-                tenant, functools.partial(self._compiled, source), size=len(source)
-            )
-            running = self._running[key] = asyncio.wrap_future(task)
-            running.add_done_callback(functools.partial(self._keep, key))
-        # A call that is cancelled does not cancel the others that wait for the same template.
-        # Since Python 3.14, asyncio.shield() would log the error of the template then.
-        await asyncio.wait([running])
-        return running.result()
+        by_source = functools.partial(self._process.render, source, self._special_tokens)
+        task = functools.partial(render, by_source)
+        return await asyncio.wrap_future(self._threads.submit_task(tenant, task, size=len(source)))
 
     def stop_accepting(self) -> None:
-        """Compile no more templates, and end the calls that wait for a template."""
+        """Render nothing more, and end the calls that wait for a rendering."""
         self._threads.close()
 
     def close(self) -> None:
         """End the process and the calls that wait for it. May be called twice."""
         self.stop_accepting()
-        self._compiler.close()
+        self._process.close()
         self._threads.join()
-
-    def _compiled(self, source: str) -> ChatTemplate:
-        return _template(
-            source, self._special_tokens, self._compiler.compile_template, cpu_s=_RENDER_S
-        )
-
-    def _keep(self, key: _Key, done: asyncio.Future[ChatTemplate]) -> None:
-        del self._running[key]
-        if done.cancelled() or done.exception() is not None:
-            return
-        self._kept[key] = done.result()
-        if len(self._kept) > _NUM_KEPT:
-            self._kept.popitem(last=False)
 
     def _start(self) -> None:
         try:
-            self._compiler.start_process()
+            self._process.start_process()
         except (EngineError, OSError) as error:
             # The first template tries again, and reports the error to its client.
             logger.warning("%s", error)
+
+
+class TemplateProcess:
+    """Starts the process when it is first needed, and again after it has died. Thread-safe."""
+
+    def __init__(self, *, cpu_s: float = _CPU_S, wait_s: float = _WAIT_S) -> None:
+        """A rendering may take `cpu_s` of CPU time, and `wait_s` in all."""
+        self._cpu_s = cpu_s
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._is_closed = False
+
+    @property
+    def process_id(self) -> int | None:
+        """The id of the process, if it was started."""
+        return None if self._process is None else self._process.pid
+
+    def start_process(self) -> None:
+        """Start the process unless it is running. Raises EngineError."""
+        with self._lock:
+            self._running()
+
+    def render(self, source: str, special_tokens: Mapping[str, str], prompt: ChatPrompt) -> str:
+        """Return a conversation in a template; other threads wait until it is rendered.
+
+        Raises InvalidRequestError, OverloadedError or EngineError.
+        """
+        body = pickle.dumps((source, special_tokens, prompt))
+        with self._lock:
+            connection = self._running()
+            try:
+                connection.settimeout(self._wait_s)
+                write_frame(connection, body)
+                found: _Rendered | _Rejected | _Died = read_message(
+                    connection, _Rendered | _Rejected | _Died
+                )
+            except TimeoutError as error:
+                self._end()
+                raise OverloadedError(
+                    "chat_template could not be rendered in time; the server is busy."
+                ) from error
+            except (OSError, EOFError) as error:
+                self._end()
+                if self._is_closed:
+                    raise ShuttingDownError from error
+                raise EngineError("The chat template process died.") from error
+        match found:
+            case _Rendered(text):
+                return text.decode(errors="surrogatepass")
+            case _Rejected(reason, param):
+                raise InvalidRequestError(reason, param=param)
+            case _Died(signal.SIGKILL | signal.SIGTERM):
+                raise EngineError("The chat template process was killed.")
+            case _Died(signal.SIGPROF):
+                reason = f"takes more than {self._cpu_s:g} s of CPU time"
+            # Such as the overflow of a stack.
+            case _:
+                reason = "cannot be compiled by Python"
+        raise InvalidRequestError(f"The request's chat template {reason}.", param=_PARAM)
+
+    def close(self) -> None:
+        """End the process and the calls that wait for it. May be called twice."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _running(self) -> socket.socket:
+        if self._is_closed:
+            raise ShuttingDownError
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._connection is None:
+            self._connection = self._started()
+        return self._connection
+
+    def _started(self) -> socket.socket:
+        try:
+            ours = self._begun()
+        except OSError as error:
+            # Such as too many open files.
+            raise EngineError(
+                f"Chat templates cannot be compiled: {error.strerror}. Retry later."
+            ) from error
+        try:
+            ours.settimeout(_START_TIMEOUT_S)
+            # The process is ready.
+            read_frame(ours)
+        except (OSError, EOFError) as error:
+            ours.close()
+            self._end()
+            raise EngineError("Failed to start the process that renders chat templates.") from error
+        return ours
+
+    def _begun(self) -> socket.socket:
+        """Start the process, and return the connection to it; raises OSError."""
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as kept, theirs:
+            kept.enter_context(ours)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), f"{self._cpu_s}"],
+                pass_fds=[theirs.fileno()],
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Errors of Python's compiler quote the template.
+                stderr=subprocess.DEVNULL,
+            )
+            kept.pop_all()
+        return ours
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5.0)
+        self._connection, self._process = None, None
+
+
+def serve_templates() -> None:
+    """Serve the socket with the descriptor in `sys.argv[1]`, until its other end closes.
+
+    A rendering may take `sys.argv[2]` seconds of CPU time.
+    """
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    cpu_s = float(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lower_priority(os.getpid(), _NICENESS)
+    write_frame(connection, b"")
+    while True:
+        try:
+            body = read_frame(connection)
+        except (EOFError, OSError):
+            return
+        process_id = os.fork()
+        if not process_id:
+            try:
+                _answer(connection, body, cpu_s)
+            finally:
+                # Objects of the parent must not be finalized here.
+                os._exit(0)
+        _, status = os.waitpid(process_id, 0)
+        if os.WIFSIGNALED(status):
+            write_frame(connection, msgspec.msgpack.encode(_Died(os.WTERMSIG(status))))
+
+
+def _answer(connection: socket.socket, body: bytearray, cpu_s: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(_MEMORY_BYTES)
+    answer: _Rendered | _Rejected
+    try:
+        text = _rendered(*pickle.loads(body))
+        answer = _Rendered(text.encode(errors="surrogatepass"))
+    except InvalidRequestError as error:
+        answer = _Rejected(str(error), error.param)
+    lift_memory_limit()
+    encoded = msgspec.msgpack.encode(answer)
+    # A frame is sent as a whole.
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    write_frame(connection, encoded)
+
+
+def _rendered(source: str, special_tokens: Mapping[str, str], prompt: ChatPrompt) -> str:
+    """Return a conversation in a template. Raises InvalidRequestError."""
+    text = _template(source, special_tokens).render(prompt)
+    if len(text) > _MAX_TEXT:
+        raise InvalidRequestError(
+            f"The request's chat template writes {len(text)} characters; at most {_MAX_TEXT} are "
+            "allowed.",
+            param="messages",
+        )
+    return text
 
 
 class ProgramTemplates:
@@ -133,24 +334,13 @@ class ProgramTemplates:
     def template_of(self, source: str) -> ChatTemplate:
         """Return the template of a source. Raises InvalidRequestError."""
         if self._last is None or self._last.source != source:
-            self._last = _template(source, self._special_tokens, compile_template, cpu_s=MAX_CPU_S)
+            self._last = _template(source, self._special_tokens)
         return self._last
 
 
-def _template(
-    source: str,
-    special_tokens: Mapping[str, str],
-    compile_source: Callable[[str], TemplateCode],
-    *,
-    cpu_s: float,
-) -> ChatTemplate:
+def _template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """Return the template of a source. Raises InvalidRequestError."""
     try:
-        code = compile_source(source)
+        return ChatTemplate(source, special_tokens, origin="The request", owner="request")
     except InvalidTemplateError as error:
-        raise InvalidRequestError(
-            f"The request has an invalid chat template: {error}.", param=_PARAM
-        ) from error
-    return ChatTemplate(
-        source, special_tokens, origin="The request", owner="request", cpu_s=cpu_s, code=code
-    )
+        raise InvalidRequestError(str(error), param=_PARAM) from error
