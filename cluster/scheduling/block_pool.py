@@ -80,7 +80,7 @@ class BlockPool:
 
     def num_in_use(self, blocks: Sequence[int]) -> int:
         """Return how many of the `blocks`, which are owned, in transit or idle, are not idle."""
-        return sum(block not in self._idle for block in blocks)
+        return len(blocks) - sum(map(self._idle.__contains__, blocks))
 
     def is_shared(self, block: int) -> bool:
         """Return whether several sequences own a block."""

@@ -10,30 +10,38 @@ import secrets
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.costs import TierPolicy
-from cluster.scheduling.sequence import FailedAdmission, Sequence
-from cluster.scheduling.tiers import CpuTier, DeviceTier, DiskTier
+from cluster.scheduling.device_tier import DeviceTier
+from cluster.scheduling.sequence import (
+    DiskRead,
+    FailedAdmission,
+    Queued,
+    Sequence,
+    Swapped,
+    Waiting,
+)
+from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection
+    from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.costs import SwapCosts
-    from cluster.scheduling.prefix_cache import BlockKey, PromptKeys
+    from cluster.scheduling.device_tier import BlockKey, PromptKeys
     from pagedray.request import Request
 
-__all__ = ["KvManager", "KvOptions"]
+__all__ = ["Admitted", "KvManager", "KvOptions", "Refusal"]
 
 _SAVED_TOKENS = 4
 """Evicted tokens that a step copies to the CPU pool at most, for each that it may compute."""
 _MIN_HASHED_AHEAD = 1024
 """Prompt tokens from which on keys are computed before a request is queued, so that no step waits
 for it; kept, they take up more memory than the tokens."""
-_MAX_UNVERIFIED = 8
-"""Registered blocks of a running sequence that need not be verified yet, which costs time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,7 @@ class KvManager:
             options.hash_key or secrets.token_bytes(32),
             num_blocks=options.num_blocks,
             is_enabled=options.enable_prefix_cache,
-            below=self.cpu,
+            save=self.cpu.save_block,
         )
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool
@@ -102,7 +110,7 @@ class KvManager:
         self.num_hit_tokens = 0
 
     def clear(self, damaged: Collection[int] | None = None) -> None:
-        """Make every block free; the caller clears each sequence with `disown`.
+        """Make every block free; the caller clears each sequence with `drop_blocks`.
 
         The CPU pool keeps its complete blocks except `damaged` blocks, or none if `damaged` is
         None; all other pools become empty.
@@ -136,48 +144,60 @@ class KvManager:
         """
         if self.disk is None:
             return False
-        blocks = sequence.blocks
-        if blocks.disk_step is None:
-            keys, blocks.disk_step = self._find_disk_keys(sequence, self.disk)
-            if keys:
-                self.disk.read_blocks(keys, step)
-                blocks.disk_step = step
-        return blocks.disk_step > self.disk.read_step
+        waiting = sequence.state
+        assert isinstance(waiting, Waiting)
+        if waiting.disk_read is None:
+            waiting.disk_read = self._begin_disk_read(sequence, self.disk, step)
+        read_step = waiting.disk_read.step
+        return read_step is not None and read_step > self.disk.read_step
 
-    def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
-        """Give a sequence blocks for `num_tokens`, cached blocks first; return False without room.
+    def admit(
+        self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
+    ) -> Admitted | Refusal:
+        """Give a waiting sequence blocks for `num_tokens`, cached blocks first.
 
         At least `num_spare` blocks stay free. `num_computed` becomes the number of cached tokens;
-        at least one known token is always left to compute. If `awaits_copies`, the sequence must
-        not run before the acknowledgement of the step with the copies of `take_copies`.
+        at least one known token is always left to compute. The plan of `step` has the copies that
+        the sequence awaits.
         """
-        blocks, num_blocks = sequence.blocks, self.blocks_for(num_tokens)
+        if self.disk is not None and self.awaits_disk(sequence, step):
+            return Refusal.AWAITS_DISK
+        num_blocks = -(-num_tokens // self.block_size)
         if self._still_fails(sequence, num_needed=num_blocks + num_spare):
-            return False
-        hits = self._find_blocks(sequence)
-        if not self._has_room(sequence, hits, len(hits), num_needed=num_blocks + num_spare):
-            return False
+            return Refusal.NO_ROOM
+        num_shareable = self._num_shareable(sequence)
+        hits = self._find_blocks(sequence, num_shareable)
+        num_verified = self.device.num_verified(hits)
+        num_in_use = self.pool.num_in_use(hits)
+        if num_blocks + num_spare - num_in_use > self.pool.num_free:
+            self._note_failure(sequence, num_shareable, num_found=len(hits), num_shared=num_in_use)
+            return Refusal.NO_ROOM
         self.pool.share_all(hits)
         awaits_copies = not self.device.arriving.isdisjoint(hits)
-        if self.cpu.is_enabled:
-            sources = self._find_cpu_blocks(sequence, len(hits))
-            loaded = self.device.load_blocks(blocks.keys[len(hits) :], sources)
+        if self.cpu.is_enabled and len(hits) < num_shareable:
+            loaded = self._load_blocks(sequence, len(hits), num_shareable)
             awaits_copies = awaits_copies or bool(loaded)
+            # Blocks are loaded only if they are verified.
+            num_verified += len(loaded) if num_verified == len(hits) else 0
             hits += loaded
-        reserved = self.pool.allocate_all(num_blocks - len(hits))
-        blocks.hold(hits, reserved, self.block_size, num_verified=self.device.num_verified(hits))
-        blocks.awaits_copies = awaits_copies
-        sequence.num_computed = blocks.num_slots
+        num_cached = len(hits)
+        sequence.num_computed = num_cached * self.block_size
         if self.device.is_enabled:
             self.num_queried_tokens += len(sequence.token_ids)
-            self.num_hit_tokens += blocks.num_slots
-        self._note_registered(sequence, len(hits))
-        return True
+            self.num_hit_tokens += sequence.num_computed
+        sequence.hold_blocks(
+            hits,
+            self.pool.allocate_all(num_blocks - num_cached),
+            block_size=self.block_size,
+            num_registered=num_cached if self.device.is_enabled else None,
+            num_verified=num_verified,
+        )
+        return Admitted(awaits_copies=awaits_copies)
 
     def fork(
         self, sequence: Sequence, donor: Sequence, *, num_tokens: int, num_spare: int
-    ) -> list[BlockCopy] | None:
-        """Share a sibling's prompt with a sequence, or return None without room.
+    ) -> Admitted | Refusal:
+        """Share a sibling's prompt with a sequence.
 
         The last prompt token is left to compute. Its block is written and hence a copy, unless
         that token is the first in it.
@@ -186,21 +206,25 @@ class KvManager:
         num_shared = last_position // self.block_size
         num_missing = self.blocks_for(num_tokens) - num_shared
         if num_missing + num_spare > self.pool.num_free:
-            return None
+            return Refusal.NO_ROOM
         shared = donor.blocks.ids[:num_shared]
         self.pool.share_owned(shared)
-        blocks, reserved = sequence.blocks, self.pool.allocate_all(num_missing)
+        reserved = self.pool.allocate_all(num_missing)
         target = reserved.pop()
         shared.append(target)
-        num_verified = min(donor.blocks.num_verified, num_shared)
-        blocks.hold(shared, reserved, self.block_size, num_verified=num_verified)
-        blocks.keys = donor.blocks.keys[:num_shared]
-        blocks.keys_revision = donor.blocks.keys_revision
+        sequence.hold_blocks(
+            shared,
+            reserved,
+            block_size=self.block_size,
+            num_registered=num_shared if self.device.is_enabled else None,
+            num_verified=min(donor.blocks.num_verified, num_shared),
+        )
+        sequence.blocks.keys = donor.blocks.keys[:num_shared]
+        sequence.blocks.keys_revision = donor.blocks.keys_revision
         sequence.num_computed = last_position
-        self._note_registered(sequence, num_shared)
         if last_position % self.block_size == 0:
-            return []
-        return [BlockCopy(donor.blocks.ids[num_shared], target)]
+            return Admitted(donor=donor)
+        return Admitted(donor=donor, copies=[BlockCopy(donor.blocks.ids[num_shared], target)])
 
     def append(self, sequence: Sequence) -> int | None:
         """Add a block to a table and return it, or None if none is free."""
@@ -215,26 +239,17 @@ class KvManager:
         blocks.num_slots += self.block_size
         return block
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Extend a table to `num_tokens` with reserved blocks, and return them."""
-        blocks = sequence.blocks
-        return blocks.extend(self.blocks_for(num_tokens) - len(blocks.ids), self.block_size)
-
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, in both pools."""
         # The end of a prefix is useless without its beginning, so it is evicted first.
-        blocks = sequence.blocks
-        self.pool.release_all(blocks.ids)
-        for block in blocks.reserved_ids:
+        self.pool.release_all(sequence.blocks.ids)
+        for block in sequence.blocks.reserved_ids:
             self.pool.release(block)
-        for block in blocks.cpu_ids:
-            self.cpu_pool.release(block)
-        self.disown(sequence)
-
-    def disown(self, sequence: Sequence) -> None:
-        """Clear a sequence's record of its blocks."""
-        sequence.blocks.clear()
-        sequence.unchecked_until = 0
+        if isinstance(sequence.state, Swapped):
+            for block in sequence.state.cpu_ids:
+                self.cpu_pool.release(block)
+            sequence.state.cpu_ids = []
+        sequence.drop_blocks()
 
     def num_shared(self, sequence: Sequence) -> int:
         """Return the leading blocks of a sequence that others own too, and that its keys find."""
@@ -260,10 +275,11 @@ class KvManager:
         num_blocks = len(sequence.blocks.ids) - self.num_shared(sequence)
         return 0 < num_blocks <= self.cpu_pool.num_free
 
-    def swap_out(self, sequence: Sequence, step: int) -> list[BlockCopy]:
-        """Move the blocks that others do not share to the CPU pool; return the copies for `step`.
+    def swap_out(self, sequence: Sequence, step: int) -> tuple[Swapped, list[BlockCopy]]:
+        """Move the blocks that others do not share to the CPU pool, in the plan of `step`.
 
-        The others are looked up again when it is swapped in.
+        Returns the new state of the sequence, and the copies. The other blocks are looked up again
+        when the sequence is swapped in.
         """
         num_shared = self.num_shared(sequence)
         sources = sequence.blocks.ids[num_shared:].tolist()
@@ -273,52 +289,59 @@ class KvManager:
             self.cpu_pool.pin(target)
         self._swaps.append(CopiedBlocks(step, sources, targets))
         self.release(sequence)
-        sequence.blocks.num_unswapped = num_shared
-        sequence.blocks.cpu_ids = targets
-        return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+        copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+        return Swapped(cpu_ids=targets, num_unswapped=num_shared, ready_step=step), copies
 
     def swap_in(
         self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
-    ) -> list[BlockCopy] | None:
-        """Move a sequence back with blocks for `num_tokens`, or return None without room.
+    ) -> list[BlockCopy] | Refusal:
+        """Move a sequence back with blocks for `num_tokens`, and return the copies.
 
         Blocks that are still cached are shared, and only the others copied; they are valid once
         `step` is acknowledged. If a block that was not swapped out is no longer cached, the
         sequence loses all others too and is to be recomputed.
         """
+        swapped = sequence.state
+        assert isinstance(swapped, Swapped)
         num_needed = self.blocks_for(num_tokens) + num_spare
         if self._still_fails(sequence, num_needed=num_needed):
-            return None
-        found = self._find_blocks(sequence)
+            return Refusal.NO_ROOM
+        num_shareable = self._num_shareable(sequence)
+        found = self._find_blocks(sequence, num_shareable)
         # It writes to no block of tokens that it has computed.
         hits = found[: sequence.num_computed // self.block_size]
-        blocks = sequence.blocks
-        if len(hits) < blocks.num_unswapped:
+        if len(hits) < swapped.num_unswapped:
             self.release(sequence)
-            return None
-        if not self._has_room(sequence, hits, len(found), num_needed=num_needed):
-            return None
+            return Refusal.LOST
+        num_in_use = self.pool.num_in_use(hits)
+        if num_needed - num_in_use > self.pool.num_free:
+            self._note_failure(sequence, num_shareable, num_found=len(found), num_shared=num_in_use)
+            return Refusal.NO_ROOM
         self.pool.share_all(hits)
-        sources = blocks.cpu_ids[len(hits) - blocks.num_unswapped :]
+        sources = swapped.cpu_ids[len(hits) - swapped.num_unswapped :]
         targets = self.pool.allocate_all(len(sources))
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
             self.pool.pin(target)
         self._swaps.append(CopiedBlocks(step, targets, sources))
         num_verified = self.device.num_verified(hits)
-        if num_verified == len(hits):
-            num_verified = blocks.num_verified
+        if num_verified == len(hits) or num_verified > sequence.blocks.num_verified:
+            num_verified = sequence.blocks.num_verified
         self.release(sequence)
-        reserved = self.pool.allocate_all(num_needed - num_spare - len(hits) - len(targets))
-        num_verified = min(blocks.num_verified, num_verified)
-        blocks.hold(hits + targets, reserved, self.block_size, num_verified=num_verified)
-        self._note_registered(sequence, len(hits))
+        sequence.hold_blocks(
+            hits + targets,
+            self.pool.allocate_all(num_needed - num_spare - len(hits) - len(targets)),
+            block_size=self.block_size,
+            num_registered=len(hits) if self.device.is_enabled else None,
+            num_verified=num_verified,
+        )
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
-        """Return how many blocks a waiting sequence lacks, beyond free blocks and transit."""
+        """Return how many blocks a queued sequence lacks, beyond free blocks and transit."""
+        assert isinstance(sequence.state, Queued)
         num_needed = self.blocks_for(num_tokens) + num_spare
-        failure = sequence.blocks.failure
+        failure = sequence.state.failure
         if failure is not None:
             num_needed -= failure.num_shared
         return num_needed - self.pool.num_free - self.pool.num_in_transit
@@ -366,7 +389,7 @@ class KvManager:
             ):
                 device.mark_verified((block,))
             index += 1
-        self._note_registered(sequence, index)
+        sequence.note_registered(index, self.block_size)
 
     def take_back(self, sequence: Sequence) -> None:
         """Mark the last known token as not computed, so that a later plan computes it again.
@@ -380,7 +403,7 @@ class KvManager:
         block = blocks.ids[index]
         if self.device.find_block(blocks.keys[index]) == block:
             self.device.forget_block(block)
-        self._note_registered(sequence, index)
+        sequence.note_registered(index, self.block_size)
 
     def mark_verified(self, sequence: Sequence) -> None:
         """Record that the logits that gave a sequence its last token were finite."""
@@ -442,53 +465,59 @@ class KvManager:
             }
         return counts
 
-    def _find_blocks(self, sequence: Sequence) -> list[int]:
+    def _find_blocks(self, sequence: Sequence, num_shareable: int) -> list[int]:
         """Return the longest prefix of a sequence that is cached on the device, in blocks."""
         blocks, device = sequence.blocks, self.device
         if blocks.keys_revision != device.revision:
             blocks.keys = []
             blocks.keys_revision = device.revision
+        request = sequence.active.request
         return device.find_prefix(
             blocks.keys,
-            b"" if blocks.keys else self._parent(sequence, 0),
+            b"" if blocks.keys else device.root(request.tenant, request.cache_salt),
             sequence.token_ids,
-            num_blocks=self._num_shareable(sequence),
+            num_blocks=num_shareable,
             block_size=self.block_size,
         )
 
-    def _find_cpu_blocks(self, sequence: Sequence, first: int) -> list[int]:
-        """Return the CPU blocks from index `first` on that are better loaded than computed.
+    def _load_blocks(self, sequence: Sequence, first: int, num_shareable: int) -> list[int]:
+        """Copy blocks from index `first` on from the CPU pool, and return the device blocks.
 
-        `_find_blocks` has found the blocks before them.
+        `_find_blocks` has found the blocks before them. None are copied if they are better
+        computed.
         """
-        found: list[int] = []
-        num_shareable = self._num_shareable(sequence)
+        sources: list[int] = []
         for index in range(first, num_shareable):
             key = self._key_at(sequence, index)
             block = self.cpu.find_block(key)
             # Blocks behind a missing block may be on the device, where none is twice.
             if block is None or self.device.find_block(key) is not None:
                 break
-            found.append(block)
-        policy, end = self.cpu.policy, first + len(found)
+            sources.append(block)
+        policy, end = self.cpu.policy, first + len(sources)
         while end < num_shareable and policy.note_lookup(self._key_at(sequence, end).digest):
             end += 1
-        return found if found and policy.is_restored(len(found), first=first) else []
+        if not sources or not policy.is_restored(len(sources), first=first):
+            return []
+        # The device blocks for the copies may be evicted to the CPU pool.
+        self.cpu.begin_loads(sources)
+        return self.device.load_blocks(sequence.blocks.keys[first:], sources)
 
-    def _find_disk_keys(self, sequence: Sequence, disk: DiskTier) -> tuple[list[BlockKey], int]:
-        """Return the keys of blocks that are better read from the disk than computed.
+    def _begin_disk_read(self, sequence: Sequence, disk: DiskTier, step: int) -> DiskRead:
+        """Read the blocks that are better read from the disk than computed, in the plan of `step`.
 
-        Also returns the last step that reads others that the sequence needs, or -1.
+        Returns the last step that reads blocks that the sequence needs.
         """
         keys: list[BlockKey] = []
-        first_read, num_kept, last_step = 0, 0, -1
-        for index in range(len(self._find_blocks(sequence)), self._num_shareable(sequence)):
+        first_read, num_kept, last_step = 0, 0, None
+        num_shareable = self._num_shareable(sequence)
+        for index in range(len(self._find_blocks(sequence, num_shareable)), num_shareable):
             key = self._key_at(sequence, index)
             if self.device.find_block(key) is not None:
                 break
-            step = disk.step_of_read(key)
-            if step is not None:
-                last_step = max(last_step, step)
+            read_step = disk.step_of_read(key)
+            if read_step is not None:
+                last_step = read_step if last_step is None else max(last_step, read_step)
             elif self.cpu.find_block(key) is not None:
                 # Blocks that are read must not take its place.
                 self.cpu.touch_key(key)
@@ -499,27 +528,24 @@ class KvManager:
             else:
                 break
         del keys[disk.num_readable(num_kept) :]
-        is_worth = keys and self.cpu.policy.is_read(
+        if not keys or not self.cpu.policy.is_read(
             len(keys), num_reading=disk.num_reading, first=first_read
-        )
-        return (keys if is_worth else []), last_step
+        ):
+            return DiskRead(last_step)
+        disk.read_blocks(keys, step)
+        return DiskRead(step)
 
-    def _has_room(
-        self, sequence: Sequence, hits: list[int], num_found: int, *, num_needed: int
-    ) -> bool:
-        """Return whether enough blocks are free to use the hits of `num_found` cached blocks."""
-        num_shared = self.pool.num_in_use(hits) if hits else 0
-        if num_needed - num_shared <= self.pool.num_free:
-            return True
-        blocks = sequence.blocks
-        is_all = num_found == self._num_shareable(sequence)
-        blocks.failure = FailedAdmission(
-            None if is_all else blocks.keys[num_found],
+    def _note_failure(
+        self, sequence: Sequence, num_shareable: int, *, num_found: int, num_shared: int
+    ) -> None:
+        """Note that too few blocks are free to share `num_shared` of `num_found` cached blocks."""
+        assert isinstance(sequence.state, Queued)
+        sequence.state.failure = FailedAdmission(
+            None if num_found == num_shareable else sequence.blocks.keys[num_found],
             num_shared,
             self.pool.num_reused + self.device.num_forgotten,
             self.device.revision,
         )
-        return False
 
     def _still_fails(self, sequence: Sequence, *, num_needed: int) -> bool:
         """Return whether there is certainly no room yet, in O(1).
@@ -527,25 +553,14 @@ class KvManager:
         The number of a sequence's cached blocks in use grows only if an idle block was shared, a
         block was forgotten and computed again, or the first missing block was computed.
         """
-        failure, device, pool = sequence.blocks.failure, self.device, self.pool
+        assert isinstance(sequence.state, Queued)
+        failure, device, pool = sequence.state.failure, self.device, self.pool
         if failure is None or failure.revision != device.revision:
             return False
         if failure.next_key is not None and device.find_block(failure.next_key) is not None:
             return False
         num_changes = pool.num_reused + device.num_forgotten - failure.num_changes
         return num_needed - failure.num_shared - num_changes > pool.num_free
-
-    def _note_registered(self, sequence: Sequence, num_blocks: int) -> None:
-        """Record that the prefix cache has the first blocks of a sequence, and no others."""
-        sequence.blocks.num_registered = num_blocks
-        if not self.device.is_enabled:
-            sequence.recheck_at = sequence.max_length
-        elif num_blocks - sequence.blocks.num_verified > _MAX_UNVERIFIED:
-            # The next token verifies some.
-            sequence.recheck_at = 0
-        else:
-            next_full, max_length = (num_blocks + 1) * self.block_size, sequence.max_length
-            sequence.recheck_at = next_full if next_full < max_length else max_length
 
     def _num_shareable(self, sequence: Sequence) -> int:
         """Return the blocks of known tokens that may be shared: one token is left to compute.
@@ -576,6 +591,32 @@ class KvManager:
             return sequence.blocks.keys[index - 1].digest
         request = sequence.active.request
         return self.device.root(request.tenant, request.cache_salt)
+
+
+class Refusal(Enum):
+    """Why a sequence does not start."""
+
+    IS_SAMPLED = auto()
+    """A token of it is still being sampled."""
+    NO_ROOM = auto()
+    """Too few blocks are free."""
+    AWAITS_DISK = auto()
+    """Its blocks are read from the disk."""
+    LOST = auto()
+    """A block that was not swapped out is no longer cached: it is to be recomputed."""
+    TOO_MANY_FORKS = auto()
+    """The plan has as many forks as fit into its time."""
+
+
+class Admitted(NamedTuple):
+    """What a sequence that got its blocks starts with."""
+
+    awaits_copies: bool = False
+    """Whether it must not run before its step is acknowledged, which copies cached blocks."""
+    donor: Sequence | None = None
+    """The sibling that it was forked from."""
+    copies: AnySequence[BlockCopy] = ()
+    """Copies on the device."""
 
 
 class CopiedBlocks(NamedTuple):

@@ -6,7 +6,7 @@ Needs no lock of the scheduler: the token of a sequence that ends meanwhile is d
 from collections.abc import Sequence as AnySequence
 from typing import NamedTuple
 
-from cluster.scheduling.sequence import Sequence, SequenceMasks, SequenceState
+from cluster.scheduling.sequence import FINISHED, Sequence, SequenceMasks
 from pagedray.batch import StepMasks
 from pagedray.request import FinishReason, Grammar, Matcher
 
@@ -45,7 +45,7 @@ class MaskedStep(NamedTuple):
     def make_masks(self, wait_s: float) -> MadeMasks:
         """Wait up to `wait_s` for the masks of the step, and request masks of waiting sequences."""
         # The previous step may have ended a sequence; its token of this step is discarded.
-        rows = [one for one in self.sequences if one.state is not SequenceState.FINISHED]
+        rows = [one for one in self.sequences if one.state is not FINISHED]
         # A deferred sequence that was preempted may be in the plan before its mask is made.
         awaited = [one for one in rows if not one.lacks_mask]
         others = [one for one in rows if one.lacks_mask]

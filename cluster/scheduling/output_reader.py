@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.scheduling.event import TokenEvent
-from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from cluster.scheduling.sequence import FINISHED, ActiveRequest, Running, Sequence
 from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
 from pagedray.request import FinishReason
 
@@ -72,7 +72,7 @@ class OutputReader:
     def _append_tokens(self, in_flight: InFlightStep, output: StepOutput) -> list[TokenEvent]:
         """Append each token to its sequence. This is where a step takes the longest."""
         sampled, late, faulty = in_flight.sampled, in_flight.late, self._recovery.faulty_ids
-        finished, stop = SequenceState.FINISHED, FinishReason.STOP
+        finished, stop = FINISHED, FinishReason.STOP
         logprobs = [() if one is None else (one,) for one in output.logprobs]
         events: list[TokenEvent] = []
         for sequence, token_id, found in zip(
@@ -89,7 +89,7 @@ class OutputReader:
                     continue
                 token_ids, active = sequence.token_ids, sequence.active
                 token_ids.append(token_id)
-                active.share.time += active.token_cost
+                sequence.share.time += active.token_cost
                 reason = None
                 if len(token_ids) >= sequence.recheck_at or token_id in sequence.stop_token_ids:
                     reason = self._examine(sequence, token_id)
@@ -112,7 +112,7 @@ class OutputReader:
 
     def _examine(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Handle a sequence's last token; return why the sequence ends, if it does."""
-        if sequence.state is SequenceState.RUNNING:
+        if isinstance(sequence.state, Running):
             if not sequence.recheck_at:
                 self._kv.mark_verified(sequence)
             self._kv.register_blocks(sequence)
@@ -135,7 +135,7 @@ class OutputReader:
     def _forget_ended(self, in_flight: InFlightStep, output: StepOutput) -> None:
         """Forget the blocks of sequences that ended with logits that were not finite."""
         for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=True):
-            is_ended = token_id < 0 and sequence.state is SequenceState.FINISHED
+            is_ended = token_id < 0 and sequence.state is FINISHED
             if is_ended and sequence not in in_flight.late:
                 self._kv.forget_blocks(sequence)
 
@@ -175,7 +175,7 @@ class PromptLogprobsBuffer:
     def prompt_logprob_rows(self, prefilled: Iterable[Sequence]) -> dict[int, Sequence]:
         """Return the sequences of a plan that compute the log-probabilities of prompts, by row."""
         return {
-            sequence.row: sequence
+            sequence.state.row: sequence
             for sequence in prefilled
             if sequence.index == 0 and sequence.active.prompt_logprobs is not None
         }

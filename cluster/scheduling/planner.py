@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.fault_recovery import Blame, BlamedError
-from cluster.scheduling.plan_draft import StepBudget
+from cluster.scheduling.kv_manager import Admitted, Refusal
 from cluster.scheduling.policy import (
     MAX_SKIPPED,
     AdmissionSize,
@@ -20,21 +20,24 @@ from cluster.scheduling.policy import (
     SkippedSequences,
     is_before,
 )
-from cluster.scheduling.sequence import Sequence, SequenceState
+from cluster.scheduling.sequence import Sequence, Swapped, Waiting
+from pagedray.batch import BlockCopy, Decodes, SequencePlan, SequenceStart, StepPlan
 
 if TYPE_CHECKING:
     from cluster.scheduling.costs import StepPace, SwapCosts
+    from cluster.scheduling.fair_queue import Share
     from cluster.scheduling.kv_manager import KvManager
-    from cluster.scheduling.plan_draft import PlanDraft
     from cluster.scheduling.sequence_table import SequenceTable
     from pagedray.config import SchedulerConfig
 
-__all__ = ["Planner"]
+__all__ = ["PlanDraft", "Planner"]
 
 _FORK_COST = 2**14
 """The fixed cost of a fork, in tokens of a prompt that it copies."""
 _MAX_FORK_COST = 5 * 2**17
 """The cost after which a plan has no more forks, so that it takes less than a millisecond."""
+_MAX_FEW = 8
+"""Waiting sequences of a tenant up to which its prompts end in short steps."""
 
 
 class Planner:
@@ -74,11 +77,8 @@ class Planner:
         budget = StepBudget(step, num_tokens=self._max_num_tokens)
         draft = budget.draft
         table = self._table
-        preempting: list[Sequence] = []
-        if self._preemptor.guard.starved is not None:
-            self._preemptor.reclaim(budget)
-        if table.waiting:
-            preempting = self._preempt_for_waiting(budget)
+        self._preemptor.begin_step(step)
+        preempting = self._preempt_for_waiting(budget) if table.waiting else {}
         prefills = self._plan_decodes(budget)
         # A token of the budget was set aside for each.
         budget.num_tokens += len(preempting)
@@ -87,14 +87,17 @@ class Planner:
                 num_tokens=len(draft.decodes),
                 num_pairs=sum(draft.decode_positions) + len(draft.decodes),
             )
-        for num_left, sequence in zip(range(len(preempting))[::-1], preempting, strict=True):
+        for num_started, (sequence, admission) in enumerate(preempting.items(), 1):
+            num_left = len(preempting) - num_started
             with Blame(sequence):
-                self._start(sequence, budget, num_tokens=budget.num_tokens - num_left)
+                self._start(sequence, admission, budget, num_tokens=budget.num_tokens - num_left)
         if table.swapped and not budget.is_held:
             self._swap_in(budget, acknowledged_step)
         if prefills or table.waiting:
             self._plan_prompts(prefills, budget)
-        self._register(budget)
+        if draft.prefilled:
+            self._register(budget)
+        draft.swap_outs = self._preemptor.swap_outs
         draft.evictions, draft.restores = self._kv.take_copies(step)
         if self._kv.disk is not None:
             draft.disk_reads = self._kv.disk.take_reads(step)
@@ -139,10 +142,10 @@ class Planner:
         It gets a block if needed.
         """
         if sequence.num_computed == sequence.blocks.num_slots:
-            block = self._preemptor.make_room(sequence, budget)
+            block = self._preemptor.make_room(sequence)
             if block is None:
                 return False
-            budget.draft.growing_rows.append(sequence.row)
+            budget.draft.growing_rows.append(sequence.state.row)
             budget.draft.new_block_ids.append(block)
         if sequence.masks is None or not sequence.masks.num_deferred:
             sequence.unchecked_until = min(sequence.blocks.num_slots, sequence.max_length - 1)
@@ -190,37 +193,53 @@ class Planner:
         if not self._preemptor.guard.is_reserved:
             return table.waiting.first
         starved = self._preemptor.guard.starved
-        if starved is None or starved.state is not SequenceState.WAITING or skipped.are_any:
+        if starved is None or not isinstance(starved.state, Waiting) or skipped.are_any:
             return None
         return starved
 
     def _start_if_room(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Start a waiting sequence, or return False if it must wait."""
         num_tokens = budget.num_tokens_for(sequence)
-        if sequence.num_pending or not num_tokens or self._awaits_disk(sequence, budget.step):
+        if not num_tokens:
             return False
-        is_full = budget.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST
-        if budget.fork_cost and is_full and self._donor_for(sequence, budget.step) is not None:
+        admission = self._admit(sequence, budget)
+        if isinstance(admission, Refusal):
+            if admission is Refusal.NO_ROOM:
+                self._preemptor.guard.note_failure(sequence)
             return False
-        if not self._admit(sequence, budget):
-            self._preemptor.guard.note_failure(sequence)
-            return False
-        self._start(sequence, budget, num_tokens=num_tokens)
+        self._start(sequence, admission, budget, num_tokens=num_tokens)
         return True
 
-    def _start(self, sequence: Sequence, budget: StepBudget, *, num_tokens: int) -> None:
+    def _admit(self, sequence: Sequence, budget: StepBudget) -> Admitted | Refusal:
+        """Give a waiting sequence its blocks, or return why it must wait."""
+        num_tokens, num_spare = self._size.measure(sequence)
+        if sequence.num_pending:
+            return Refusal.IS_SAMPLED
+        donor = sequence.find_donor(budget.step)
+        if donor is None:
+            return self._kv.admit(sequence, budget.step, num_tokens=num_tokens, num_spare=num_spare)
+        if budget.fork_cost and budget.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST:
+            return Refusal.TOO_MANY_FORKS
+        admission = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
+        if isinstance(admission, Admitted):
+            budget.fork_cost += _FORK_COST + sequence.num_prompt_tokens
+        return admission
+
+    def _start(
+        self, sequence: Sequence, admission: Admitted, budget: StepBudget, *, num_tokens: int
+    ) -> None:
         """Start a waiting sequence that has its blocks."""
         # Tokens computed before, or cached, cost the tenant nothing.
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
-        self._preemptor.note_start(sequence)
-        if sequence.blocks.awaits_copies:
-            sequence.ready_step = budget.step
-            self._table.start_sequence(sequence, SequenceState.ARRIVING)
-            budget.draft.add_start(sequence)
-            return
-        self._table.start_sequence(sequence, SequenceState.RUNNING)
-        budget.draft.add_start(sequence)
-        self._plan_chunk(sequence, budget, num_tokens=num_tokens)
+        active = sequence.active
+        if active.is_queued:
+            active.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        copies_step = budget.step if admission.awaits_copies else None
+        self._table.start_sequence(sequence, copies_step=copies_step)
+        budget.draft.copies += admission.copies
+        budget.draft.add_start(sequence, admission.donor)
+        if not admission.awaits_copies:
+            self._plan_chunk(sequence, budget, num_tokens=num_tokens)
 
     def _plan_chunk(self, sequence: Sequence, budget: StepBudget, *, num_tokens: int) -> None:
         """Plan a sequence's next known tokens, at most `num_tokens`."""
@@ -232,7 +251,7 @@ class Planner:
             num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
             self._pace.add_tokens(num_tokens, first_position=first_position)
         num_computed = sequence.num_computed + num_tokens
-        budget.draft.add_chunk(sequence, num_tokens, self._kv.extend(sequence, num_computed))
+        budget.draft.add_chunk(sequence, num_tokens, block_size=self._kv.block_size)
         budget.num_tokens -= num_tokens
         sequence.num_computed = num_computed
         num_charged = min(num_computed, sequence.num_initial_tokens)
@@ -248,54 +267,54 @@ class Planner:
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
             sequence.prompt_step = budget.step
 
-    def _preempt_for_waiting(self, budget: StepBudget) -> list[Sequence]:
+    def _preempt_for_waiting(self, budget: StepBudget) -> dict[Sequence, Admitted]:
         """Give blocks to waiting sequences that may take the rows of others, and return them.
 
         They are the first of the least served tenant. They start once the decodes are planned,
         which must not include sequences that lose their rows.
         """
-        table, preempting = self._table, list[Sequence]()
+        table, preempting = self._table, dict[Sequence, Admitted]()
         num_most = min(MAX_SKIPPED, budget.num_tokens)
         while table.waiting and len(preempting) < num_most:
             head = table.waiting.first
             # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
             # also counts shared blocks.
             with Blame(head):
-                if self._donor_for(head, budget.step) is not None:
+                if head.find_donor(budget.step) is not None:
                     break
-                if self._awaits_disk(head, budget.step):
+                if self._kv.awaits_disk(head, budget.step):
                     break
                 if not self._preemptor.may_preempt(head, preempting):
                     break
-                if not self._take_room(head, preempting, budget):
+                admission = self._take_room(head, preempting, budget)
+                if admission is None:
                     break
             table.waiting.remove(head)
-            preempting.append(head)
+            preempting[head] = admission
         for sequence in preempting:
             table.waiting.insert(sequence)
         # A token of the budget is set aside for each.
         budget.num_tokens -= len(preempting)
         return preempting
 
-    def _take_room(self, head: Sequence, preempting: list[Sequence], budget: StepBudget) -> bool:
+    def _take_room(
+        self, head: Sequence, preempting: dict[Sequence, Admitted], budget: StepBudget
+    ) -> Admitted | None:
         """Find a row and blocks for a waiting sequence, from others if needed.
 
-        Returns False if it must wait.
+        Returns None if it must wait.
         """
         preemptor = self._preemptor
         lacks_row = self._table.num_free_rows == len(preempting)
-        if lacks_row and not preemptor.preempt_for(head, preempting, budget):
-            return False
-        while not self._admit(head, budget):
-            if not (
-                preemptor.lacks_blocks(head) and preemptor.preempt_for(head, preempting, budget)
-            ):
+        if lacks_row and not preemptor.preempt_for(head, preempting):
+            return None
+        while not isinstance(admission := self._admit(head, budget), Admitted):
+            if not (preemptor.lacks_blocks(head) and preemptor.preempt_for(head, preempting)):
                 # Others must not take the blocks in transit.
-                budget.is_held = (
-                    head is preemptor.pending_preemptor and self._kv.pool.num_in_transit > 0
-                )
-                return False
-        return True
+                is_pending = head.state is preemptor.pending
+                budget.is_held = is_pending and self._kv.pool.num_in_transit > 0
+                return None
+        return admission
 
     def _swap_in(self, budget: StepBudget, acknowledged_step: int) -> None:
         """Swap sequences in while there is room; later sequences may overtake the first few."""
@@ -306,65 +325,26 @@ class Planner:
                 continue
             if num_skipped == MAX_SKIPPED or not self._table.has_free_row:
                 return
-            if sequence.ready_step > acknowledged_step or sequence.num_pending:
+            swapped = sequence.state
+            assert isinstance(swapped, Swapped)
+            if swapped.ready_step > acknowledged_step or sequence.num_pending:
                 num_skipped += 1
                 continue
+            num_tokens, num_spare = self._size.measure(sequence)
             with Blame(sequence):
                 copies = self._kv.swap_in(
-                    sequence,
-                    budget.step,
-                    num_tokens=self._size.num_tokens_to_hold(sequence),
-                    num_spare=self._size.num_spare_blocks(sequence),
+                    sequence, budget.step, num_tokens=num_tokens, num_spare=num_spare
                 )
-            if copies is None:
+            if isinstance(copies, Refusal):
                 num_skipped += 1
-                if sequence.blocks.cpu_ids:
+                if copies is Refusal.NO_ROOM:
                     guard.note_failure(sequence)
                 else:
                     self._table.recompute_swapped(sequence)
                 continue
             budget.draft.swap_ins += copies
-            sequence.ready_step = budget.step
-            self._preemptor.note_start(sequence)
-            self._table.start_sequence(sequence, SequenceState.ARRIVING)
-            budget.draft.add_start(sequence)
-
-    def _admit(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Give a waiting sequence its blocks, or return False if there is no room."""
-        num_tokens = self._size.num_tokens_to_hold(sequence)
-        num_spare = self._size.num_spare_blocks(sequence)
-        donor = self._donor_for(sequence, budget.step)
-        if donor is not None:
-            copies = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
-            if copies is None:
-                return False
-            budget.draft.copies += copies
-            budget.fork_cost += _FORK_COST + sequence.num_prompt_tokens
-            sequence.donor_row = donor.row
-            return True
-        if not self._kv.admit(sequence, num_tokens=num_tokens, num_spare=num_spare):
-            return False
-        if sequence.active.is_queued:
-            num_cached = min(sequence.num_computed, sequence.num_prompt_tokens)
-            sequence.active.num_cached_tokens = num_cached
-        return True
-
-    def _awaits_disk(self, sequence: Sequence, step: int) -> bool:
-        """Return whether a waiting sequence waits for blocks that are read from the disk."""
-        if self._kv.disk is None or self._donor_for(sequence, step) is not None:
-            return False
-        return self._kv.awaits_disk(sequence, step)
-
-    def _donor_for(self, sequence: Sequence, step: int) -> Sequence | None:
-        """Return a sibling with its prompt in device blocks since an earlier step, or None."""
-        if sequence.index == 0 or len(sequence.token_ids) > sequence.num_prompt_tokens:
-            return None
-        for sibling in sequence.active.sequences:
-            prompt_step = sibling.prompt_step
-            is_running = sibling.state is SequenceState.RUNNING
-            if is_running and prompt_step is not None and prompt_step < step:
-                return sibling
-        return None
+            self._table.start_sequence(sequence, copies_step=budget.step)
+            budget.draft.add_start(sequence, None)
 
     def _register(self, budget: StepBudget) -> None:
         """Register the blocks that the plan fills, for sequences of later plans."""
@@ -374,3 +354,163 @@ class Planner:
                 self._kv.register_blocks(sequence)
                 if sequence.prompt_step == budget.step:
                     self._table.release_siblings(sequence)
+
+
+class StepBudget:
+    """The rest of a step that its plan may still use, with the plan."""
+
+    __slots__ = (
+        "_max_num_tokens",
+        "draft",
+        "first_share",
+        "fork_cost",
+        "is_held",
+        "num_other_tokens",
+        "num_tokens",
+        "step",
+    )
+
+    def __init__(self, step: int, *, num_tokens: int) -> None:
+        self.step = step
+        self.draft = PlanDraft(step)
+        self._max_num_tokens = num_tokens
+        self.num_tokens = num_tokens
+        """Tokens that may still be added."""
+        self.first_share: Share[Sequence] | None = None
+        """The tenant of the first prompt that ends in this step."""
+        self.num_other_tokens = 0
+        """Tokens of prompts of other tenants since then."""
+        self.fork_cost = 0
+        """The cost of the forks so far, in tokens."""
+        self.is_held = False
+        """Whether nothing else may start, since a sequence is to get the blocks in transit."""
+
+    def num_tokens_for(self, sequence: Sequence) -> int:
+        """Return how many tokens a prompt may take.
+
+        A step in which the prompt of a less served tenant ends is kept short: prompts of others
+        take at most a quarter of the budget. If many requests of that tenant wait, throughput
+        counts.
+        """
+        first = self.first_share
+        if first is None or first is sequence.share or len(first.waiting) > _MAX_FEW:
+            return self.num_tokens
+        num_most = max(self._max_num_tokens // 4, 1)
+        return min(self.num_tokens, max(num_most - self.num_other_tokens, 0))
+
+
+class PlanDraft:
+    """The parts of a plan that are decided so far."""
+
+    __slots__ = (
+        "chunk_samples",
+        "chunks",
+        "copies",
+        "decode_positions",
+        "decodes",
+        "disk_reads",
+        "disk_writes",
+        "evictions",
+        "growing_rows",
+        "new_block_ids",
+        "prefilled",
+        "restores",
+        "single_samples",
+        "singles",
+        "starts",
+        "step",
+        "swap_ins",
+        "swap_outs",
+    )
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.starts: list[SequenceStart] = []
+        self.swap_outs: list[BlockCopy] = []
+        self.swap_ins: list[BlockCopy] = []
+        self.copies: list[BlockCopy] = []
+        self.evictions: list[BlockCopy] = []
+        """Cached blocks that are copied to the CPU pool."""
+        self.restores: list[BlockCopy] = []
+        """Cached blocks that are copied back."""
+        self.disk_reads: list[BlockCopy] = []
+        self.disk_writes: list[BlockCopy] = []
+        self.decodes: list[Sequence] = []
+        """Sequences that compute their last token."""
+        self.decode_positions: list[int] = []
+        """The positions of these tokens."""
+        self.growing_rows: list[int] = []
+        """The rows of `decodes` that get a new block."""
+        self.new_block_ids: list[int] = []
+        """The blocks that these rows get."""
+        self.chunks: list[SequencePlan] = []
+        self.singles: list[SequencePlan] = []
+        """Sequences of which the step computes one token."""
+        self.chunk_samples: list[Sequence] = []
+        self.single_samples: list[Sequence] = []
+        self.prefilled: list[Sequence] = []
+        """Sequences that compute known tokens."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the plan would have no effect."""
+        steps = self.decodes or self.singles or self.chunks or self.starts
+        return not (steps or self.swap_outs or self.disk_reads)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that sample a token, in the order of the output."""
+        return self.chunk_samples + self.single_samples + self.decodes
+
+    def add_start(self, sequence: Sequence, donor: Sequence | None) -> None:
+        """Start a placed sequence, with the blocks of its donor if it was forked."""
+        request, ids = sequence.active.request, sequence.blocks.ids
+        self.starts.append(
+            SequenceStart(
+                sequence.state.row,
+                sequence.token_ids.tobytes() if donor is None else b"",
+                sequence.num_prompt_tokens,
+                ids.tolist() if donor is None else ids[-1:].tolist(),
+                request.sampling,
+                request.seed,
+                sequence.index,
+                () if request.sampling.ignore_eos else request.eos_token_ids,
+                None if sequence.masks is None else sequence.masks.start,
+                -1 if donor is None else donor.state.row,
+                request.bad_token_ids,
+            )
+        )
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int, *, block_size: int) -> None:
+        """Compute the next `num_tokens` known tokens, and sample after the last."""
+        position, end = sequence.num_computed, sequence.num_computed + num_tokens
+        is_sampled = end == sequence.prefill_end
+        new_block_ids = tuple(sequence.blocks.extend(end, block_size))
+        plan = SequencePlan(sequence.state.row, position, num_tokens, is_sampled, new_block_ids)
+        self.prefilled.append(sequence)
+        if num_tokens > 1:
+            self.chunks.append(plan)
+        else:
+            self.singles.append(plan)
+        if is_sampled:
+            (self.chunk_samples if num_tokens > 1 else self.single_samples).append(sequence)
+
+    def build_plan(self) -> StepPlan:
+        """Return the plan: chunks of several tokens, then of a single token, then decodes."""
+        return StepPlan(
+            self.step,
+            self.chunks + self.singles,
+            self.starts,
+            Decodes.pack(
+                [sequence.state.row for sequence in self.decodes],
+                self.decode_positions,
+                self.growing_rows,
+                self.new_block_ids,
+            ),
+            self.swap_outs,
+            self.swap_ins + self.restores,
+            self.copies,
+            self.evictions,
+            self.disk_reads,
+            self.disk_writes,
+        )

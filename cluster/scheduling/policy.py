@@ -20,14 +20,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.fault_recovery import Blame
-from cluster.scheduling.sequence import Sequence, SequenceState
+from cluster.scheduling.sequence import Placed, Queued, Sequence, SequenceState, Waiting
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cluster.scheduling.costs import SwapCosts
     from cluster.scheduling.fair_queue import FairQueue, Share
     from cluster.scheduling.kv_manager import KvManager
-    from cluster.scheduling.plan_draft import StepBudget
-    from cluster.scheduling.sequence_table import SequenceQueue, SequenceTable
+    from cluster.scheduling.sequence_table import SequenceTable
+    from pagedray.batch import BlockCopy
     from pagedray.config import Preemption
 
 __all__ = [
@@ -80,73 +82,59 @@ class Preemptor:
         self._swap_costs = swap_costs
         self.guard = size.guard
         """The starved sequence, and its overtakers."""
-        self.pending_preemptor: Sequence | None = None
-        """The waiting sequence for which others were preempted, until it starts."""
+        self.pending: SequenceState | None = None
+        """The state of the waiting sequence for which others were preempted last."""
+        self.swap_outs: list[BlockCopy] = []
+        """The copies of the step that is being planned."""
+        self._step = 0
+        self._num_stalled = 0
+        """Running sequences that wait a step for a block."""
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
 
-    def note_start(self, sequence: Sequence) -> None:
-        """Note that a sequence gets a row and blocks."""
-        self.guard.note_start(sequence)
-        if sequence is self.pending_preemptor:
-            self.pending_preemptor = None
+    def begin_step(self, step: int) -> None:
+        """Begin the plan of a step."""
+        self._step = step
+        self._num_stalled = 0
+        self.swap_outs = []
+        if self.guard.starved is not None:
+            self._reclaim()
 
-    def make_room(self, sequence: Sequence, budget: StepBudget) -> int | None:
+    def make_room(self, sequence: Sequence) -> int | None:
         """Add a block to a running sequence and return it, or None if it waits a step."""
         while (block := self._kv.append(sequence)) is None:
             # Blocks being swapped out may suffice for the stalled sequences and this sequence.
-            if self._kv.pool.num_in_transit > budget.num_stalled:
+            if self._kv.pool.num_in_transit > self._num_stalled:
                 break
             victim = choose_victim(self._table.running, sequence)
             if victim is None:
                 break
             victim.num_preemptions += 1
-            self._preempt(victim, budget)
+            self._preempt(victim)
         else:
             return block
-        budget.num_stalled += 1
+        self._num_stalled += 1
         return None
 
-    def reclaim(self, budget: StepBudget) -> None:
-        """Take back the room of overtakers of the starved sequence, after the grace steps."""
-        guard = self.guard
-        starved = guard.find_starved()
-        if starved is None or budget.step % _STEPS_PER_CHECK:
-            return
-        overtakers = guard.overtakers(starved)
-        num_lacking = self._size.num_lacking(starved)
-        # Each also has a block left free for it.
-        numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in overtakers]
-        if not guard.note_reserved(budget.step, has_enough=num_lacking <= sum(numbers)):
-            return
-        lacks_row = not self._table.has_free_row
-        for sequence, number in zip(overtakers, numbers, strict=True):
-            if num_lacking <= 0 and not lacks_row:
-                return
-            num_lacking -= number
-            lacks_row = False
-            sequence.num_preemptions += 1
-            self._preempt(sequence, budget)
-
-    def may_preempt(self, head: Sequence, preempting: list[Sequence]) -> bool:
+    def may_preempt(self, head: Sequence, preempting: Collection[Sequence]) -> bool:
         """Return whether a waiting sequence may take the row of another sequence."""
         if head.num_pending:
             return False
-        if head is self.pending_preemptor:
+        if head.state is self.pending:
             return True
         if self._table.swapped and _precedes(self._table.swapped[0], head):
             return False
         return self._choose_preempted(head, preempting) is not None
 
-    def preempt_for(self, head: Sequence, preempting: list[Sequence], budget: StepBudget) -> bool:
+    def preempt_for(self, head: Sequence, preempting: Collection[Sequence]) -> bool:
         """Preempt a sequence for a waiting sequence; return False if there is none."""
         victim = self._choose_preempted(head, preempting)
         if victim is None:
             return False
         # Sequences of other tenants are protected by the rows that their tenants keep.
         victim.num_preemptions += victim.share is head.share
-        self.pending_preemptor = head
-        self._preempt(victim, budget)
+        self.pending = head.state
+        self._preempt(victim)
         return True
 
     def lacks_blocks(self, head: Sequence) -> bool:
@@ -157,7 +145,30 @@ class Preemptor:
             return False
         return self._size.num_lacking(head) > 0
 
-    def _choose_preempted(self, head: Sequence, preempting: list[Sequence]) -> Sequence | None:
+    def _reclaim(self) -> None:
+        """Take back the room of overtakers of the starved sequence, after the grace steps."""
+        guard = self.guard
+        starved = guard.starved
+        if starved is None or self._step % _STEPS_PER_CHECK:
+            return
+        overtakers = guard.overtakers(starved)
+        num_lacking = self._size.num_lacking(starved)
+        # Each also has a block left free for it.
+        numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in overtakers]
+        if not guard.note_reserved(self._step, has_enough=num_lacking <= sum(numbers)):
+            return
+        lacks_row = not self._table.has_free_row
+        for sequence, number in zip(overtakers, numbers, strict=True):
+            if num_lacking <= 0 and not lacks_row:
+                return
+            num_lacking -= number
+            lacks_row = False
+            sequence.num_preemptions += 1
+            self._preempt(sequence)
+
+    def _choose_preempted(
+        self, head: Sequence, preempting: Collection[Sequence]
+    ) -> Sequence | None:
         """Return a sequence to preempt for the row of a waiting sequence, or None."""
         table = self._table
         if not table.running:
@@ -169,16 +180,16 @@ class Preemptor:
         num_own += sum(sequence.share is head.share for sequence in preempting)
         return choose_preempted(table.running, head, num_own=num_own)
 
-    def _preempt(self, sequence: Sequence, budget: StepBudget) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Take the row and blocks of a running sequence."""
         with Blame(sequence):
-            self._swap_or_release(sequence, budget)
+            self._swap_or_release(sequence)
 
-    def _swap_or_release(self, sequence: Sequence, budget: StepBudget) -> None:
+    def _swap_or_release(self, sequence: Sequence) -> None:
         if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
-            budget.draft.swap_outs += self._kv.swap_out(sequence, budget.step)
-            sequence.ready_step = budget.step
-            self._table.preempt_sequence(sequence, SequenceState.SWAPPED)
+            swapped, copies = self._kv.swap_out(sequence, self._step)
+            self.swap_outs += copies
+            self._table.preempt_sequence(sequence, swapped)
             self.num_swap_preemptions += 1
         else:
             if sequence.has_sampled:
@@ -186,7 +197,7 @@ class Preemptor:
                 self._kv.mark_verified(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
-            self._table.preempt_sequence(sequence, SequenceState.WAITING)
+            self._table.preempt_sequence(sequence, Waiting())
             self.num_recompute_preemptions += 1
 
     def _is_to_swap(self, sequence: Sequence) -> bool:
@@ -219,79 +230,76 @@ class AdmissionSize:
     def __init__(self, kv: KvManager, sequence_table: SequenceTable) -> None:
         self._kv = kv
         self._table = sequence_table
-        self.guard = StarvationGuard(sequence_table.running)
+        self.guard = StarvationGuard(sequence_table)
 
     def num_tokens_to_hold(self, sequence: Sequence) -> int:
         """Return the number of tokens that a sequence gets blocks for when it starts."""
-        num_tokens = sequence.length
-        if sequence.num_preemptions:
-            # A sequence that lost its blocks more often runs longer before it needs another block.
-            num_blocks = min(2**sequence.num_preemptions, _MAX_HEADROOM)
-            num_tokens += num_blocks * self._kv.block_size
+        length = sequence.length
+        if not sequence.num_preemptions:
+            return length
+        # A sequence that lost its blocks more often runs longer before it needs another block.
+        num_blocks = min(1 << sequence.num_preemptions, _MAX_HEADROOM)
         # The last token is never computed.
-        return max(min(num_tokens, sequence.max_length - 1), sequence.length)
+        num_tokens = min(length + num_blocks * self._kv.block_size, sequence.max_length - 1)
+        return max(num_tokens, length)
 
-    def num_spare_blocks(self, sequence: Sequence) -> int:
-        """Return the blocks to leave free, so that a new sequence is not preempted at once."""
-        num_rows = len(self._table.running) + len(self._table.arriving)
-        is_passing = self.guard.starved not in (None, sequence)
-        return num_rows * (_SPARE_BLOCKS if is_passing else 1)
+    def measure(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the tokens that a sequence gets blocks for, and the blocks to leave free.
+
+        Blocks are left free so that a new sequence is not preempted at once.
+        """
+        num_spare = len(self._table.running) + len(self._table.arriving)
+        if self.guard.starved not in (None, sequence):
+            num_spare *= _SPARE_BLOCKS
+        return self.num_tokens_to_hold(sequence), num_spare
 
     def num_lacking(self, sequence: Sequence) -> int:
         """Return how many blocks a sequence lacks beyond free blocks and blocks in transit."""
-        return self._kv.num_lacking(
-            sequence,
-            num_tokens=self.num_tokens_to_hold(sequence),
-            num_spare=self.num_spare_blocks(sequence),
-        )
+        num_tokens, num_spare = self.measure(sequence)
+        return self._kv.num_lacking(sequence, num_tokens=num_tokens, num_spare=num_spare)
 
 
 class StarvationGuard:
     """The sequence that has lacked room for the longest time, and its overtakers."""
 
-    __slots__ = ("_num_starts", "_reserved_step", "_running", "starved")
+    __slots__ = ("_reserved_step", "_since", "_starved", "_table")
 
-    def __init__(self, running: SequenceQueue) -> None:
-        self._running = running
-        self._num_starts = 0
-        self._reserved_step = -1
-        self.starved: Sequence | None = None
-        """The sequence that has lacked room for the longest time."""
+    def __init__(self, sequence_table: SequenceTable) -> None:
+        self._table = sequence_table
+        self._starved: Sequence | None = None
+        self._since: int | None = None
+        """Starts of sequences before the starved sequence found no room."""
+        self._reserved_step: int | None = None
+        """The step since which overtakers hold the missing blocks."""
+
+    @property
+    def starved(self) -> Sequence | None:
+        """The starved sequence, until it starts or ends, or may not run."""
+        starved = self._starved
+        if starved is not None and starved.state.starved_since != self._since:
+            starved = self._starved = self._reserved_step = None
+        return starved
 
     @property
     def is_reserved(self) -> bool:
         """Whether no sequence may overtake the starved sequence."""
-        return self._reserved_step >= 0
+        return self._reserved_step is not None and self.starved is not None
 
     def note_failure(self, sequence: Sequence) -> None:
-        """Note that a sequence found too few free blocks."""
-        if sequence.starved_since < 0:
-            sequence.starved_since = self._num_starts
+        """Note that a queued sequence found too few free blocks."""
+        state = sequence.state
+        assert isinstance(state, Queued)
+        if state.starved_since is None:
+            state.starved_since = self._table.num_starts
         if self.starved is None:
-            self.starved = sequence
-
-    def note_start(self, sequence: Sequence) -> None:
-        """Note that a sequence got a row and blocks."""
-        self._num_starts += 1
-        sequence.start_number = self._num_starts
-        sequence.starved_since = -1
-        if sequence is self.starved:
-            self.clear()
-
-    def find_starved(self) -> Sequence | None:
-        """Return the starved sequence, which is forgotten if it has ended or may not run."""
-        starved = self.starved
-        if starved is None or starved.state in (SequenceState.WAITING, SequenceState.SWAPPED):
-            return starved
-        self.clear()
-        return None
+            self._starved, self._since = sequence, state.starved_since
 
     def overtakers(self, starved: Sequence) -> list[Sequence]:
         """Return the running sequences that overtook the starved sequence, the last first."""
         return [
             sequence
-            for sequence in reversed(self._running)
-            if sequence.start_number > starved.starved_since
+            for sequence in reversed(self._table.running)
+            if self._has_overtaken(sequence)
             and sequence.order > starved.order
             and not sequence.is_ending
         ]
@@ -299,15 +307,15 @@ class StarvationGuard:
     def note_reserved(self, step: int, *, has_enough: bool) -> bool:
         """Note whether overtakers hold the missing blocks; return whether to take them back."""
         if not has_enough:
-            self._reserved_step = -1
-        elif self._reserved_step < 0:
+            self._reserved_step = None
+            return False
+        if self._reserved_step is None:
             self._reserved_step = step
-        return has_enough and step - self._reserved_step >= GRACE_STEPS
+        return step - self._reserved_step >= GRACE_STEPS
 
-    def clear(self) -> None:
-        """Forget the starved sequence."""
-        self.starved = None
-        self._reserved_step = -1
+    def _has_overtaken(self, sequence: Sequence) -> bool:
+        assert isinstance(sequence.state, Placed)
+        return self._since is not None and sequence.state.start_number > self._since
 
 
 class SkippedSequences:
@@ -349,7 +357,7 @@ def is_before(prefill: Sequence, head: Sequence) -> bool:
     return head.share is prefill.share or head.share.time > prefill.share.time
 
 
-def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
+def choose_victim(running: list[Sequence], needy: Sequence) -> Sequence | None:
     """Return the sequence to preempt for `needy`, or None if there is none behind it."""
     victim: Sequence | None = None
     last_protected: Sequence | None = None
@@ -365,7 +373,7 @@ def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
     return victim or last_protected
 
 
-def choose_preempted(running: SequenceQueue, head: Sequence, *, num_own: int) -> Sequence | None:
+def choose_preempted(running: list[Sequence], head: Sequence, *, num_own: int) -> Sequence | None:
     """Return a sequence to preempt for the row of a waiting sequence, or None.
 
     It is a sequence of the same tenant with lower priority that is not protected, or the last

@@ -21,7 +21,7 @@ from cluster.scheduling.kv_manager import KvManager, KvOptions
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptLogprobsBuffer
 from cluster.scheduling.planner import Planner
-from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
@@ -31,8 +31,8 @@ from pagedray.text import pluralize
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from cluster.scheduling.device_tier import PromptKeys
     from cluster.scheduling.event import TokenEvent
-    from cluster.scheduling.prefix_cache import PromptKeys
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import SchedulerConfig
 
@@ -301,7 +301,7 @@ class Scheduler:
         """Take back the plans of sequences with late masks, and end sequences without a mask."""
         for sequence in made.late:
             self._in_flight[0].late.append(sequence)
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is FINISHED:
                 continue
             if sequence.is_prefill:
                 # It was quarantined meanwhile and has no blocks.
@@ -312,7 +312,7 @@ class Scheduler:
         return [
             self._outputs.end_sequence(sequence, reason, _error_of_structure(sequence, reason))
             for sequence, reason in made.ends
-            if sequence.state is not SequenceState.FINISHED
+            if sequence.state is not FINISHED
         ]
 
     def acknowledge(self, step: int) -> None:

@@ -3,40 +3,118 @@
 from __future__ import annotations
 
 from array import array
-from enum import Enum, auto
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.scheduling.device_tier import BlockKey
 from cluster.scheduling.fair_queue import Share
-from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import PromptLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence as AnySequence
 
     from pagedray.request import Matcher, Request
 
-__all__ = ["ActiveRequest", "FailedAdmission", "Sequence", "SequenceMasks", "SequenceState"]
+__all__ = [
+    "FINISHED",
+    "ActiveRequest",
+    "Arriving",
+    "DiskRead",
+    "FailedAdmission",
+    "Finished",
+    "Held",
+    "Placed",
+    "Quarantined",
+    "Queued",
+    "Running",
+    "Sequence",
+    "SequenceBlocks",
+    "SequenceMasks",
+    "SequenceState",
+    "Swapped",
+    "Waiting",
+]
 
 _NUM_DEFERRED = 8
 """Tokens of a sequence without waits for their masks, after a late or costly mask."""
+_MAX_UNVERIFIED = 8
+"""Registered blocks of a running sequence that need not be verified yet, which costs time."""
 
 
-class SequenceState(Enum):
-    """The state of a sequence, which determines its rows and blocks."""
+class SequenceState:
+    """The state of a sequence: a new object at each transition, with what only that state has."""
 
-    HELD = auto()
+    __slots__ = ()
+    row: int
+    """The row of a placed sequence; other states have none."""
+    starved_since: int | None = None
+    """Starts of sequences when the sequence first found no room in this state."""
+
+
+class Held(SequenceState):
     """Waits for the prompt of its sibling; holds nothing."""
-    WAITING = auto()
-    """Waits for a row and blocks; holds nothing."""
-    RUNNING = auto()
-    """Has a row and device blocks."""
-    SWAPPED = auto()
-    """Has CPU blocks."""
-    ARRIVING = auto()
-    """Has a row and device blocks that are being swapped in."""
-    QUARANTINED = auto()
+
+
+class Quarantined(SequenceState):
     """May not run at present; holds nothing."""
-    FINISHED = auto()
+
+
+class Finished(SequenceState):
+    """Has ended; holds nothing."""
+
+
+FINISHED = Finished()
+"""The state of every finished sequence, which the output reader compares with each token."""
+
+
+@dataclass(slots=True, eq=False)
+class Queued(SequenceState):
+    """Needs a row and device blocks."""
+
+    starved_since: int | None = None
+    failure: FailedAdmission | None = None
+    """The failure at its last attempt to start."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting(Queued):
+    """Holds nothing."""
+
+    disk_read: DiskRead | None = None
+    """The result of the only look-up on the disk; None before it."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Swapped(Queued):
+    """Has CPU blocks."""
+
+    cpu_ids: list[int]
+    num_unswapped: int
+    """Blocks before these that were not swapped out, since others shared them."""
+    ready_step: int
+    """The step that fills the CPU blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Placed(SequenceState):
+    """Has a row and device blocks."""
+
+    row: int
+    start_number: int
+    """Starts of sequences up to its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Running(Placed):
+    """Has its tokens in its blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Arriving(Placed):
+    """Has blocks that copies from the CPU pool have not filled yet."""
+
+    ready_step: int
+    """The step with the copies."""
 
 
 class ActiveRequest:
@@ -52,7 +130,6 @@ class ActiveRequest:
         "prompt_logprobs",
         "request",
         "sequences",
-        "share",
         "started_s",
         "stop_token_ids",
         "token_cost",
@@ -68,8 +145,6 @@ class ActiveRequest:
         self.prompt = prompt
         """The tokens of the prompt, which sequences share until they start."""
         self.stop_token_ids = frozenset((*eos_token_ids, *sampling.stop_token_ids))
-        self.share = Share[Sequence](request.tenant)
-        """The share of the tenant, once the request is queued."""
         self.token_cost = 1.0 / request.weight
         """Cost of a token on the tenant's clock."""
         self.is_quarantined = False
@@ -87,20 +162,19 @@ class ActiveRequest:
             for index in request.open_indices
         ]
         self.num_unfinished = len(self.sequences)
-        self.held = [one for one in self.sequences if one.state is SequenceState.HELD]
+        self.held = [one for one in self.sequences if isinstance(one.state, Held)]
         """Sequences that wait for the prompt of the first sequence."""
 
 
 class Sequence:
     """One completion of a request.
 
-    The planner, the sequence table and the scheduler change its second group of fields.
+    The sequence table changes its state, the planner and the scheduler its second group of fields.
     """
 
     __slots__ = (
         "active",
         "blocks",
-        "donor_row",
         "index",
         "is_prefill",
         "masks",
@@ -114,12 +188,9 @@ class Sequence:
         "order",
         "prefill_end",
         "prompt_step",
-        "ready_step",
         "recheck_at",
         "request_id",
-        "row",
-        "start_number",
-        "starved_since",
+        "share",
         "state",
         "stop_token_ids",
         "token_ids",
@@ -148,10 +219,9 @@ class Sequence:
 
         # Sequences that continue have tokens of their own to compute.
         is_held = index > 0 and not continued
-        self.state = SequenceState.HELD if is_held else SequenceState.WAITING
-        self.row = -1
-        self.donor_row = -1
-        """The row of the sibling that it was forked from, until it starts; -1 is none."""
+        self.state: SequenceState = Held() if is_held else Waiting()
+        self.share = Share[Sequence](request.tenant)
+        """The share of its tenant, once the request is queued."""
         self.token_ids = active.prompt
         """All tokens known, uint32; the request's array as long as there are no others."""
         if generated:
@@ -168,13 +238,7 @@ class Sequence:
         if that is not known."""
         self.prompt_step: int | None = None
         """The step that completed the prompt in the current blocks."""
-        self.ready_step = -1
-        """The step with copies that must be acknowledged before the next transition."""
         self.num_preemptions = 0
-        self.start_number = 0
-        """Starts of sequences up to its own."""
-        self.starved_since = -1
-        """Starts of sequences when it first found no room; -1 if it has not, or has run since."""
         self.num_initial_tokens = len(self.token_ids)
         """Tokens that it came with."""
         self.num_charged = 0
@@ -193,6 +257,56 @@ class Sequence:
         """Get a copy of the prompt, to which tokens may be appended."""
         if self.token_ids is self.active.prompt:
             self.token_ids = self.active.prompt[:]
+
+    def hold_blocks(
+        self,
+        ids: AnySequence[int],
+        reserved_ids: list[int],
+        *,
+        block_size: int,
+        num_registered: int | None,
+        num_verified: int,
+    ) -> None:
+        """Begin a block table; the prefix cache has its first blocks, some of them verified.
+
+        `num_registered` is None without a prefix cache.
+        """
+        self.own_tokens()
+        blocks = self.blocks
+        blocks.ids = array("i", ids)
+        blocks.num_slots = len(ids) * block_size
+        blocks.reserved_ids = reserved_ids
+        blocks.num_verified = num_verified
+        if num_registered is None:
+            self.recheck_at = self.max_length
+        else:
+            self.note_registered(num_registered, block_size)
+
+    def note_registered(self, num_blocks: int, block_size: int) -> None:
+        """Record that the prefix cache has the first blocks, and no others."""
+        self.blocks.num_registered = num_blocks
+        if num_blocks - self.blocks.num_verified > _MAX_UNVERIFIED:
+            # The next token verifies some.
+            self.recheck_at = 0
+        else:
+            next_full, max_length = (num_blocks + 1) * block_size, self.max_length
+            self.recheck_at = next_full if next_full < max_length else max_length
+
+    def drop_blocks(self) -> None:
+        """Forget the block table; the keys of the tokens stay."""
+        self.blocks.clear()
+        self.unchecked_until = 0
+
+    def find_donor(self, step: int) -> Sequence | None:
+        """Return a sibling with the prompt in its blocks since before `step`, or None."""
+        if self.index == 0 or len(self.token_ids) > self.num_prompt_tokens:
+            return None
+        for sibling in self.active.sequences:
+            prompt_step = sibling.prompt_step
+            is_running = isinstance(sibling.state, Running)
+            if is_running and prompt_step is not None and prompt_step < step:
+                return sibling
+        return None
 
     @property
     def is_masked(self) -> bool:
@@ -215,11 +329,6 @@ class Sequence:
     def priority(self) -> int:
         """Lower priorities are served first."""
         return self.order[0]
-
-    @property
-    def share(self) -> Share[Sequence]:
-        """The share of its tenant."""
-        return self.active.share
 
     @property
     def length(self) -> int:
@@ -246,7 +355,7 @@ class Sequence:
     def is_deferred(self) -> bool:
         """Whether its tokens are planned only once their masks are made."""
         masks = self.masks
-        if masks is None or self.state is SequenceState.FINISHED:
+        if masks is None or self.state is FINISHED:
             return False
         return masks.num_deferred > 0
 
@@ -309,20 +418,22 @@ class FailedAdmission(NamedTuple):
     """The revision of the prefix cache."""
 
 
+class DiskRead(NamedTuple):
+    """The look-up of a waiting sequence's blocks on the disk."""
+
+    step: int | None
+    """The step that reads blocks that the sequence waits for, if any."""
+
+
 class SequenceBlocks:
-    """The blocks of a sequence in both pools."""
+    """The device blocks of a sequence, and the keys of its tokens."""
 
     __slots__ = (
-        "awaits_copies",
-        "cpu_ids",
-        "disk_step",
-        "failure",
         "ids",
         "keys",
         "keys_revision",
         "num_registered",
         "num_slots",
-        "num_unswapped",
         "num_verified",
         "reserved_ids",
     )
@@ -346,29 +457,14 @@ class SequenceBlocks:
         """Capacity of the block table in tokens."""
         self.reserved_ids: list[int] = []
         """Blocks allocated in advance; the last is used first."""
-        self.cpu_ids: list[int] = []
-        self.awaits_copies = False
-        """Whether some of its blocks are copied to the device when it starts."""
-        self.disk_step: int | None = None
-        """The step of the disk reads that it waits for, or -1; None if it needs a look-up."""
-        self.num_unswapped = 0
-        """Blocks before these that were not swapped out, since others shared them."""
-        self.failure: FailedAdmission | None = None
-        """The failure at its last attempt to start, if it has waited since then."""
 
-    def hold(
-        self, ids: Iterable[int], reserved_ids: list[int], block_size: int, *, num_verified: int
-    ) -> None:
-        """Begin the block table, the first `num_verified` blocks of which are verified."""
-        self.ids = array("i", ids)
-        self.num_slots = len(self.ids) * block_size
-        self.reserved_ids = reserved_ids
-        self.num_verified = num_verified
-
-    def extend(self, num_blocks: int, block_size: int) -> list[int]:
-        """Move reserved blocks to the block table, and return them."""
-        reserved_ids = self.reserved_ids
-        added = [reserved_ids.pop() for _ in range(num_blocks)]
+    def extend(self, num_tokens: int, block_size: int) -> list[int]:
+        """Extend the block table to `num_tokens` with reserved blocks, and return them."""
+        num_added = -(-num_tokens // block_size) - len(self.ids)
+        if num_added <= 0:
+            return []
+        added = self.reserved_ids[: -num_added - 1 : -1]
+        del self.reserved_ids[-num_added:]
         self.ids.extend(added)
         self.num_slots = len(self.ids) * block_size
         return added

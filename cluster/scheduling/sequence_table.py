@@ -7,7 +7,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.fair_queue import FairQueue
-from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from cluster.scheduling.sequence import (
+    FINISHED,
+    ActiveRequest,
+    Arriving,
+    Held,
+    Placed,
+    Quarantined,
+    Running,
+    Sequence,
+    SequenceState,
+    Swapped,
+    Waiting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -15,7 +27,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.fair_queue import Backlog
     from cluster.scheduling.kv_manager import KvManager
 
-__all__ = ["SequenceQueue", "SequenceTable"]
+__all__ = ["SequenceTable"]
 
 _order = attrgetter("order")
 
@@ -26,11 +38,13 @@ class SequenceTable:
     __slots__ = (
         "_free_rows",
         "_kv",
+        "_queues",
         "_started",
         "arriving",
         "backlog",
         "num_held",
         "num_rows",
+        "num_starts",
         "quarantined",
         "requests",
         "running",
@@ -44,14 +58,23 @@ class SequenceTable:
         self.backlog = backlog
         """Requests of which no sequence has started."""
         self.waiting = FairQueue[Sequence]()
-        self.running = SequenceQueue()
-        self.swapped = SequenceQueue()
-        self.arriving = SequenceQueue()
-        self.quarantined = SequenceQueue()
+        self.running: list[Sequence] = []
+        """Running sequences by `order`, as in the other lists."""
+        self.swapped: list[Sequence] = []
+        self.arriving: list[Sequence] = []
+        self.quarantined: list[Sequence] = []
+        self._queues = {
+            Running: self.running,
+            Swapped: self.swapped,
+            Arriving: self.arriving,
+            Quarantined: self.quarantined,
+        }
         self.num_rows = num_rows
         """Sequences that can run at once."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._started: list[ActiveRequest] = []
+        self.num_starts = 0
+        """Starts of sequences so far."""
         self.num_held = 0
         """Sequences that wait for the prompt of a sibling."""
 
@@ -74,7 +97,7 @@ class SequenceTable:
         """Yield the sequences of a request that have not ended."""
         active = self.requests.get(request_id)
         for sequence in () if active is None else active.sequences:
-            if sequence.state is not SequenceState.FINISHED:
+            if sequence.state is not FINISHED:
                 yield sequence
 
     def add_request(self, active: ActiveRequest) -> None:
@@ -84,24 +107,22 @@ class SequenceTable:
         """
         self.requests[active.request.id] = active
         self.num_held += len(active.held)
-        active.share = self.waiting.open_share(active.request.tenant)
+        share = self.waiting.open_share(active.request.tenant)
         self.backlog.add_request(active.request.tenant, len(active.request.prompt_token_ids))
         for sequence in active.sequences:
-            if sequence.state is SequenceState.WAITING:
+            sequence.share = share
+            if isinstance(sequence.state, Waiting):
                 self._queue_sequence(sequence)
 
     def quarantine_request(self, active: ActiveRequest) -> None:
         """Take rows and blocks from a request's sequences, which do not run until readmitted."""
         active.is_quarantined = True
         for sequence in active.sequences:
-            if sequence.state in (SequenceState.HELD, SequenceState.FINISHED):
+            if isinstance(sequence.state, Held) or sequence.state is FINISHED:
                 continue
-            self._queue_of(sequence).remove(sequence)
-            if sequence.row >= 0:
-                self._end_row(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
-            self._queue_sequence(sequence)
+            self._move_sequence(sequence, Quarantined())
             # They may no longer wait for its prompt.
             self.release_siblings(sequence)
 
@@ -109,22 +130,23 @@ class SequenceTable:
         """Queue the sequences of a quarantined request."""
         active.is_quarantined = False
         for sequence in active.sequences:
-            if sequence.state is SequenceState.QUARANTINED:
-                self.quarantined.remove(sequence)
-                self._queue_sequence(sequence)
+            if isinstance(sequence.state, Quarantined):
+                self._move_sequence(sequence, Waiting())
 
-    def start_sequence(self, sequence: Sequence, state: SequenceState) -> None:
-        """Give a waiting or swapped sequence a row."""
-        self._queue_of(sequence).remove(sequence)
-        sequence.own_tokens()
-        sequence.row = self._free_rows.pop()
+    def start_sequence(self, sequence: Sequence, *, copies_step: int | None) -> None:
+        """Give a queued sequence a row; it arrives with the copies of a step, or runs."""
+        row = self._free_rows.pop()
+        self.num_starts += 1
         sequence.share.num_rows += 1
-        sequence.state = state
-        self._queue_of(sequence).insert(sequence)
-        if sequence.active.is_queued:
-            sequence.active.is_queued = False
-            self.backlog.start_request(sequence.active.request.tenant, sequence.num_prompt_tokens)
-            self._started.append(sequence.active)
+        if copies_step is None:
+            self._move_sequence(sequence, Running(row, self.num_starts))
+        else:
+            self._move_sequence(sequence, Arriving(row, self.num_starts, copies_step))
+        active = sequence.active
+        if active.is_queued:
+            active.is_queued = False
+            self.backlog.start_request(active.request.tenant, sequence.num_prompt_tokens)
+            self._started.append(active)
 
     def take_started(self) -> list[ActiveRequest]:
         """Return the requests that started since the last call."""
@@ -133,45 +155,41 @@ class SequenceTable:
 
     def run_arrived(self, step: int) -> list[Sequence]:
         """Make the sequences that were swapped in up to `step` running, and return them."""
-        arrived = [sequence for sequence in self.arriving if sequence.ready_step <= step]
-        for sequence in arrived:
-            self.arriving.remove(sequence)
-            sequence.state = SequenceState.RUNNING
-            self.running.insert(sequence)
+        arrived = []
+        for sequence in [*self.arriving]:
+            state = sequence.state
+            assert isinstance(state, Arriving)
+            if state.ready_step <= step:
+                self._move_sequence(sequence, Running(state.row, state.start_number))
+                arrived.append(sequence)
         return arrived
 
-    def preempt_sequence(self, sequence: Sequence, state: SequenceState) -> None:
+    def preempt_sequence(self, sequence: Sequence, state: Waiting | Swapped) -> None:
         """Take the row of a running sequence, which becomes waiting or swapped."""
-        self.running.remove(sequence)
-        self._end_row(sequence)
-        sequence.state = state
-        self._queue_of(sequence).insert(sequence)
+        self._move_sequence(sequence, state)
         self.release_siblings(sequence)
 
     def recompute_swapped(self, sequence: Sequence) -> None:
         """Make a swapped sequence waiting, since it has lost its blocks."""
-        self.swapped.remove(sequence)
         sequence.forget_computed()
-        self._queue_sequence(sequence)
+        self._move_sequence(sequence, Waiting(sequence.state.starved_since))
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Finish a sequence and release its row and blocks."""
         active = sequence.active
-        if sequence.state is SequenceState.HELD:
+        self._kv.release(sequence)
+        old, sequence.state = sequence.state, FINISHED
+        if isinstance(old, Held):
             active.held.remove(sequence)
             self.num_held -= 1
         else:
-            self._queue_of(sequence).remove(sequence)
-        if sequence.row >= 0:
-            self._end_row(sequence)
-        self._kv.release(sequence)
-        sequence.state = SequenceState.FINISHED
+            self._leave_state(sequence, old)
         active.num_unfinished -= 1
         if active.num_unfinished:
             self.release_siblings(sequence)
             return
         del self.requests[sequence.request_id]
-        self.waiting.close_share(active.share)
+        self.waiting.close_share(sequence.share)
         if active.is_queued:
             self.backlog.drop_request(active.request.tenant, sequence.num_prompt_tokens)
 
@@ -192,81 +210,48 @@ class SequenceTable:
         """
         self._kv.clear(damaged)
         self._free_rows = list(range(self.num_rows - 1, -1, -1))
-        for queue in (self.waiting, self.running, self.swapped, self.arriving, self.quarantined):
+        self.waiting.clear()
+        for queue in self._queues.values():
             queue.clear()
         for active in self.requests.values():
             for sequence in active.sequences:
-                if sequence.state is not SequenceState.FINISHED:
+                if sequence.state is not FINISHED:
                     self._reset_sequence(sequence)
 
     def _reset_sequence(self, sequence: Sequence) -> None:
-        self._kv.disown(sequence)
+        sequence.drop_blocks()
         sequence.forget_computed()
         # Tokens in flight are lost and will be sampled again.
         sequence.prefill_end = len(sequence.token_ids)
-        sequence.row = -1
-        sequence.ready_step = -1
-        sequence.donor_row = -1
-        sequence.starved_since = -1
-        if sequence.state is not SequenceState.HELD:
+        if not isinstance(sequence.state, Held):
             self._queue_sequence(sequence)
 
     def _queue_sequence(self, sequence: Sequence) -> None:
-        """Make a sequence waiting, or quarantined with its request."""
+        """Make a sequence that is in no queue waiting, or quarantined with its request."""
         is_quarantined = sequence.active.is_quarantined
-        sequence.state = SequenceState.QUARANTINED if is_quarantined else SequenceState.WAITING
-        self._queue_of(sequence).insert(sequence)
+        self._enter_state(sequence, Quarantined() if is_quarantined else Waiting())
 
-    def _end_row(self, sequence: Sequence) -> None:
-        self._free_rows.append(sequence.row)
-        sequence.row = -1
-        sequence.share.num_rows -= 1
+    def _move_sequence(self, sequence: Sequence, state: SequenceState) -> None:
+        """Move a sequence to the queue of another state; it keeps its row in placed states."""
+        old = sequence.state
+        self._enter_state(sequence, state)
+        self._leave_state(sequence, old)
 
-    def _queue_of(self, sequence: Sequence) -> SequenceQueue | FairQueue[Sequence]:
-        match sequence.state:
-            case SequenceState.WAITING:
-                return self.waiting
-            case SequenceState.RUNNING:
-                return self.running
-            case SequenceState.SWAPPED:
-                return self.swapped
-            case SequenceState.QUARANTINED:
-                return self.quarantined
-            case state:
-                assert state is SequenceState.ARRIVING
-                return self.arriving
+    def _enter_state(self, sequence: Sequence, state: SequenceState) -> None:
+        sequence.state = state
+        if isinstance(state, Waiting):
+            self.waiting.insert(sequence)
+        else:
+            insort(self._queues[type(state)], sequence, key=_order)
 
-
-class SequenceQueue:
-    """Sequences sorted by `order`."""
-
-    __slots__ = ("_sequences",)
-
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    def __reversed__(self) -> Iterator[Sequence]:
-        return reversed(self._sequences)
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
-
-    def clear(self) -> None:
-        """Remove all sequences."""
-        self._sequences.clear()
-
-    def insert(self, sequence: Sequence) -> None:
-        """Add a sequence at the place of its `order`."""
-        insort(self._sequences, sequence, key=_order)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, which must be in the queue."""
-        index = bisect_left(self._sequences, sequence.order, key=_order)
-        assert self._sequences[index] is sequence
-        del self._sequences[index]
+    def _leave_state(self, sequence: Sequence, old: SequenceState) -> None:
+        if isinstance(old, Waiting):
+            self.waiting.remove(sequence)
+            return
+        queue = self._queues[type(old)]
+        index = bisect_left(queue, sequence.order, key=_order)
+        assert queue[index] is sequence
+        del queue[index]
+        if isinstance(old, Placed) and not isinstance(sequence.state, Placed):
+            self._free_rows.append(old.row)
+            sequence.share.num_rows -= 1

@@ -1,4 +1,4 @@
-"""The tiers of the prefix cache: blocks on the device, in the CPU pool and in files of the ranks.
+"""The lower tiers of the prefix cache: blocks in the CPU pool and in files of the ranks.
 
 Every tier finds blocks by the same keys. A tier keeps the blocks that the tier above it evicts, and
 loads them into that tier again:
@@ -22,16 +22,15 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.block_pool import BlockPool
-from cluster.scheduling.prefix_cache import PrefixCache
 from pagedray.batch import BlockCopy, DiskReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Sequence
 
     from cluster.scheduling.costs import TierPolicy
-    from cluster.scheduling.prefix_cache import BlockKey
+    from cluster.scheduling.device_tier import BlockKey
 
-__all__ = ["BlockIndex", "CpuTier", "DeviceTier", "DiskTier"]
+__all__ = ["BlockIndex", "CpuTier", "DiskTier"]
 
 _MAX_AHEAD = 256
 """CPU blocks that are free, or on the disk already, before others need their place."""
@@ -147,86 +146,6 @@ class BlockIndex:
         self._incomplete.discard(block)
 
 
-class DeviceTier(PrefixCache):
-    """The blocks of the device pool."""
-
-    __slots__ = ("_below", "_loads", "arriving", "pool")
-
-    def __init__(
-        self, hash_key: bytes, *, num_blocks: int, is_enabled: bool, below: CpuTier
-    ) -> None:
-        """`below` may keep the blocks that this tier evicts."""
-        super().__init__(hash_key, num_blocks=num_blocks, is_enabled=is_enabled)
-        self.pool = BlockPool(num_blocks, on_evict=self._evict)
-        self._below = below
-        self._loads: list[BlockCopy] = []
-        """The copies from the CPU pool in the plan that is being made."""
-        self.arriving: set[int] = set()
-        """Blocks that copies from the CPU pool have not filled yet."""
-
-    @property
-    def num_loads(self) -> int:
-        """Blocks that the plan being made copies from the CPU pool."""
-        return len(self._loads)
-
-    def add_block(self, key: BlockKey, block: int) -> bool:
-        """Add an owned block; return False if another block has the same key."""
-        if not super().add_block(key, block):
-            return False
-        self.pool.keep(block)
-        return True
-
-    def forget_block(self, block: int) -> None:
-        """Remove a block, if it is in the cache."""
-        super().forget_block(block)
-        self.pool.discard(block)
-
-    def load_blocks(self, keys: Sequence[BlockKey], sources: Sequence[int]) -> list[int]:
-        """Copy the first `keys` from blocks of the CPU pool; return the device blocks.
-
-        The device pool has room for them. The blocks are pinned in both pools until the manager
-        unpins them, once every rank has made the copies.
-        """
-        # The blocks for the copies may be evicted to the CPU pool.
-        for source in sources:
-            self._below.pool.pin_cached(source)
-        targets = self.pool.allocate_all(len(sources))
-        for key, source, target in zip(keys, sources, targets, strict=False):
-            self.add_block(key, target)
-            self.pool.pin(target)
-            self._loads.append(BlockCopy(source, target))
-        if targets:
-            self.mark_verified(targets)
-            self.arriving.update(targets)
-            self._below.note_loaded(sources)
-        return targets
-
-    def take_loads(self) -> list[BlockCopy]:
-        """Return the copies from the CPU pool for the plan that is being made."""
-        loads, self._loads = self._loads, []
-        return loads
-
-    def end_copies(self, blocks: Sequence[int]) -> None:
-        """Unpin blocks that every rank has copied from or to the CPU pool."""
-        for block in reversed(blocks):
-            self.pool.unpin(block)
-        self.arriving.difference_update(blocks)
-
-    def clear(self) -> None:
-        """Free all blocks of the pool."""
-        super().clear()
-        self.pool.clear()
-        self._loads.clear()
-        self.arriving.clear()
-
-    def _evict(self, block: int) -> None:
-        """Forget a block; the CPU pool may save it if it is verified."""
-        key = self.key_of(block)
-        if key is not None and self.is_verified(block):
-            self._below.save_block(key, block)
-        self.forget_block(block)
-
-
 class CpuTier(BlockIndex):
     """Blocks of the CPU pool, which saves blocks evicted from the device pool."""
 
@@ -295,8 +214,10 @@ class CpuTier(BlockIndex):
             for block in self._in_flight.popleft()[1]:
                 self.end_copy(block)
 
-    def note_loaded(self, blocks: Sequence[int]) -> None:
-        """Count blocks that are copied back."""
+    def begin_loads(self, blocks: Sequence[int]) -> None:
+        """Pin and count blocks that are copied back."""
+        for block in blocks:
+            self.pool.pin_cached(block)
         self.num_loaded_blocks += len(blocks)
         if self._kept:
             self.num_kept_hit_blocks += sum(block in self._kept for block in blocks)

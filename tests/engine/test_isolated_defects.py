@@ -10,8 +10,9 @@ import pytest
 from cluster.engine.controller import Controller
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
+from cluster.scheduling.device_tier import DeviceTier
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request
@@ -104,10 +105,10 @@ def is_marked(argument: object) -> bool:
 
 
 STAGES: dict[str, tuple[type, str]] = {
-    "hash": (PrefixCache, "find_prefix"),
-    "hash a full block": (PrefixCache, "key_after"),
+    "hash": (DeviceTier, "find_prefix"),
+    "hash a full block": (DeviceTier, "key_after"),
     "admit": (KvManager, "admit"),
-    "allocate for a chunk": (KvManager, "extend"),
+    "allocate for a chunk": (Planner, "_plan_chunk"),
     "allocate for a token": (KvManager, "append"),
     "register": (KvManager, "register_blocks"),
     "start of a row": (InputBatch, "_start"),

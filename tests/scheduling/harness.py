@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from cluster.scheduling.sequence import Placed
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig
 from pagedray.request import FinishReason, Request
@@ -176,7 +177,7 @@ class Harness:
         assert num_in_flight < MAX_PLANS_IN_FLIGHT
         self._invariants.check_plan(plan, is_restricted=self._was_restricted)
         self.plans.append(plan)
-        held_rows = {s.row for s in self.sequences if s.row >= 0}
+        held_rows = {s.state.row for s in self.sequences if isinstance(s.state, Placed)}
         self.worker.send(plan, held_rows, set(self.known_bad))
         self.worker.begin_disk_jobs(plan)
         self.check()
@@ -366,7 +367,7 @@ class Harness:
         made = masked.make_masks(1.0)
         assert made.masks is None or made.masks.step == self._masked_step
         self.num_late += len(made.late)
-        self.worker.late_rows[masked.step] = {sequence.row for sequence in made.late}
+        self.worker.late_rows[masked.step] = {sequence.state.row for sequence in made.late}
         assert self.scheduler.apply_masks(made) == []
         self.check()
 

@@ -5,8 +5,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.scheduling.block_pool import BlockPool
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from cluster.scheduling.sequence import (
+    Arriving,
+    Finished,
+    Held,
+    Placed,
+    Quarantined,
+    Running,
+    SequenceState,
+    Swapped,
+    Waiting,
+)
 from cluster.scheduling.sequence import Sequence as ScheduledSequence
-from cluster.scheduling.sequence import SequenceState
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import SchedulerConfig
 from pagedray.request import Request
@@ -46,7 +56,7 @@ class Invariants:
     def check(self, worker: FakeWorker) -> None:
         """Check every invariant of the scheduler's state, and of the blocks of its worker."""
         kv = self._scheduler._kv
-        holders = [s for s in self._sequences if s.state is not SequenceState.FINISHED]
+        holders = [s for s in self._sequences if not isinstance(s.state, Finished)]
         swaps = list(kv._swaps)
         _check_pool(
             kv.pool,
@@ -57,7 +67,7 @@ class Invariants:
         )
         _check_pool(
             kv.cpu_pool,
-            references=[block for s in self._sequences for block in s.blocks.cpu_ids],
+            references=[block for s in self._sequences for block in _cpu_ids(s)],
             pins=[
                 *(block for swap in swaps for block in swap.cpu_block_ids),
                 *self._blocks_being_saved(),
@@ -75,21 +85,20 @@ class Invariants:
                 ],
             )
         # Once it has started, it may not take rows of others again.
-        entitled = self._scheduler._planner._preemptor.pending_preemptor
-        assert entitled is None or entitled.row < 0
+        assert isinstance(self._scheduler._planner._preemptor.pending, Waiting | None)
         self._check_places(holders)
         self._check_cache(worker)
         self._check_stats()
         owners: dict[int, set[str]] = {}
         for sequence in holders:
-            assert not sequence.blocks.num_unswapped or sequence.state is SequenceState.SWAPPED
-            self.num_unswapped += sequence.blocks.num_unswapped > 0
-            if sequence.state is SequenceState.RUNNING:
+            if isinstance(sequence.state, Swapped):
+                self.num_unswapped += sequence.state.num_unswapped > 0
+            if isinstance(sequence.state, Running):
                 assert sequence.num_computed <= sequence.blocks.num_slots
             assert sequence.blocks.num_slots == len(sequence.blocks.ids) * self._block_size
             assert sequence.length <= sequence.max_length
             if sequence.num_computed < sequence.unchecked_until:
-                assert sequence.state is SequenceState.RUNNING
+                assert isinstance(sequence.state, Running)
                 assert not sequence.is_prefill
                 assert not sequence.is_deferred
                 assert sequence.unchecked_until <= sequence.blocks.num_slots
@@ -124,7 +133,8 @@ class Invariants:
                     request.priority,
                 ):
                     assert any(
-                        sequence.starved_since >= 0 or sequence.blocks.disk_step is not None
+                        sequence.state.starved_since is not None
+                        or (isinstance(sequence.state, Waiting) and sequence.state.disk_read)
                         for sequence in active.sequences
                     )
 
@@ -133,28 +143,28 @@ class Invariants:
 
     def _check_places(self, holders: list[ScheduledSequence]) -> None:
         sequence_table = self._scheduler._table
-        places = {
-            SequenceState.WAITING: list(sequence_table.waiting),
-            SequenceState.RUNNING: list(sequence_table.running),
-            SequenceState.SWAPPED: list(sequence_table.swapped),
-            SequenceState.ARRIVING: list(sequence_table.arriving),
-            SequenceState.QUARANTINED: list(sequence_table.quarantined),
-            SequenceState.HELD: [s for a in sequence_table.requests.values() for s in a.held],
+        places: dict[type[SequenceState], list[ScheduledSequence]] = {
+            Waiting: list(sequence_table.waiting),
+            Running: list(sequence_table.running),
+            Swapped: list(sequence_table.swapped),
+            Arriving: list(sequence_table.arriving),
+            Quarantined: list(sequence_table.quarantined),
+            Held: [s for a in sequence_table.requests.values() for s in a.held],
         }
         for state, sequences in places.items():
             assert len(sequences) == len(set(map(id, sequences)))
-            assert {id(s) for s in sequences} == {id(s) for s in holders if s.state is state}
-            if state is SequenceState.WAITING:
+            assert {id(s) for s in sequences} == {id(s) for s in holders if type(s.state) is state}
+            if state is Waiting:
                 for tenant in {s.active.request.tenant for s in sequences}:
                     own = [s for s in sequences if s.active.request.tenant == tenant]
                     assert own == sorted(own, key=lambda s: s.order)
-            elif state is not SequenceState.HELD:
+            elif state is not Held:
                 assert sequences == sorted(sequences, key=lambda s: s.order)
         for sequence in holders:
-            has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
-            assert has_row == (sequence.row >= 0) == bool(sequence.blocks.ids)
-            assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.blocks.cpu_ids)
-        rows = [s.row for s in holders if s.row >= 0]
+            has_row = isinstance(sequence.state, Placed)
+            assert has_row == bool(sequence.blocks.ids)
+            assert isinstance(sequence.state, Swapped) == bool(_cpu_ids(sequence))
+        rows = [s.state.row for s in holders if isinstance(s.state, Placed)]
         rows += sequence_table._free_rows
         assert sorted(rows) == list(range(self._max_num_seqs))
         queued = [a.request for a in sequence_table.requests.values() if a.is_queued]
@@ -163,7 +173,7 @@ class Invariants:
         for active in sequence_table.requests.values():
             tenant = active.request.tenant
             num_open = sum(a.request.tenant == tenant for a in sequence_table.requests.values())
-            assert active.share.num_open == num_open
+            assert all(one.share.num_open == num_open for one in active.sequences)
 
     def _check_cache(self, worker: FakeWorker) -> None:
         kv = self._scheduler._kv
@@ -243,11 +253,11 @@ class Invariants:
 
     def _check_stats(self) -> None:
         stats, pool = self._scheduler.stats(), self._scheduler._kv.pool
-        states = Counter(sequence.state for sequence in self._sequences)
-        assert stats.num_running == states[SequenceState.RUNNING]
-        waiting = (SequenceState.WAITING, SequenceState.HELD, SequenceState.QUARANTINED)
+        states = Counter(type(sequence.state) for sequence in self._sequences)
+        assert stats.num_running == states[Running]
+        waiting = (Waiting, Held, Quarantined)
         assert stats.num_waiting == sum(states[state] for state in waiting)
-        assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
+        assert stats.num_swapped == states[Swapped] + states[Arriving]
         assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
         assert stats.num_cached_blocks == len(pool._idle)
         assert stats.num_cached_cpu_blocks == len(self._scheduler._kv.cpu_pool._idle)
@@ -258,6 +268,10 @@ class Invariants:
         assert stats.num_cpu_hit_tokens == stats.num_restored_blocks * self._block_size
         assert stats.num_steps == len(self._plans)
         assert stats.num_scheduled_tokens == self._num_planned_tokens
+
+
+def _cpu_ids(sequence: ScheduledSequence) -> list[int]:
+    return sequence.state.cpu_ids if isinstance(sequence.state, Swapped) else []
 
 
 def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:

@@ -2,8 +2,9 @@
 
 from array import array
 
-from cluster.scheduling.kv_manager import KvManager, KvOptions
+from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions
 from cluster.scheduling.sequence import ActiveRequest, Sequence
+from pagedray.batch import BlockCopy
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 
@@ -41,10 +42,31 @@ def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Seq
     ).sequences
 
 
+def admit(
+    kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: int = 0
+) -> Admitted | None:
+    """Return the admission of a sequence, or None without room."""
+    admission = kv.admit(sequence, 0, num_tokens=num_tokens, num_spare=num_spare)
+    return admission if isinstance(admission, Admitted) else None
+
+
+def swap_out(kv: KvManager, sequence: Sequence, *, step: int) -> list[BlockCopy]:
+    """Swap a sequence out, and return the copies."""
+    sequence.state, copies = kv.swap_out(sequence, step)
+    return copies
+
+
+def swap_in(kv: KvManager, sequence: Sequence, *, num_tokens: int) -> list[BlockCopy]:
+    """Swap a sequence in by step 1, and return the copies."""
+    copies = kv.swap_in(sequence, 1, num_tokens=num_tokens, num_spare=0)
+    assert isinstance(copies, list)
+    return copies
+
+
 def run_prompt(kv: KvManager, sequence: Sequence) -> None:
     """Admit a sequence and take its prompt as computed."""
     num_tokens = len(sequence.token_ids)
-    assert kv.admit(sequence, num_tokens=num_tokens, num_spare=0)
-    kv.extend(sequence, num_tokens)
+    assert admit(kv, sequence, num_tokens=num_tokens)
+    sequence.blocks.extend(num_tokens, kv.block_size)
     sequence.num_computed = num_tokens
     kv.register_blocks(sequence)

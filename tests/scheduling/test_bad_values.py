@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.scheduling.sequence import SequenceState
+from cluster.scheduling.sequence import Finished, Queued
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness
 
@@ -88,14 +88,14 @@ def test_blocks_of_a_sequence_that_was_preempted_meanwhile_are_forgotten(
         harness.add([1] * 6, max_tokens=12, bad_position=bad_position)
         bad = harness.sequences[1]
         harness.schedule()
-        while bad.state is not SequenceState.FINISHED:
+        while not isinstance(bad.state, Finished):
             # The plan of the next step, then the output of this one.
             harness.schedule()
             state = bad.state
             harness.execute()
             harness.collect()
             harness.acknowledge()
-        num_preempted += state in (SequenceState.WAITING, SequenceState.SWAPPED)
+        num_preempted += isinstance(state, Queued)
         assert num_hits(harness, [1] * 5) == 0
     assert num_preempted
 
@@ -145,7 +145,7 @@ def test_what_continues_a_proven_prefix_is_still_found() -> None:
 
 
 def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.scheduling.prefix_cache._MAX_INVALIDATED", 3)
+    monkeypatch.setattr("cluster.scheduling.device_tier._MAX_INVALIDATED", 3)
     harness = Harness(block_size=2)
     for first in range(10):
         harness.add([first, 1, 1, 1, 1], bad_position=0)

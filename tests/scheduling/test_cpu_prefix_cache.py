@@ -1,11 +1,11 @@
 from array import array
 
 from cluster.scheduling.costs import TierPolicy
-from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
+from cluster.scheduling.device_tier import BlockKey, DeviceTier
 from cluster.scheduling.tiers import CpuTier
 from pagedray.batch import BlockCopy
 
-PREFIXES = PrefixCache(b"key", num_blocks=0, is_enabled=True)
+PREFIXES = DeviceTier(b"key", num_blocks=0, is_enabled=True, save=lambda key, block: None)
 
 
 def make_cpu_cache(num_blocks: int, *, max_saved: int = 100) -> CpuTier:

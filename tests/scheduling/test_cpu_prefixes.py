@@ -2,7 +2,7 @@
 
 from bench.scheduler.conversations import ConversationShape, run_conversations
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.sequence import SequenceState
+from cluster.scheduling.sequence import Arriving
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
 from pagedray.config import SchedulerConfig
@@ -37,7 +37,7 @@ def test_a_sequence_computes_only_what_was_not_copied_back_once_that_has_arrived
     assert plan.starts[0].block_ids == [copy.target for copy in plan.swap_ins]
     assert plan.sequences == []
     sequence = harness.sequences[-1]
-    assert sequence.state is SequenceState.ARRIVING
+    assert isinstance(sequence.state, Arriving)
     harness.execute()
     harness.collect()
     assert harness.schedule() is None

@@ -1,4 +1,4 @@
-from cluster.scheduling.prefix_cache import BlockKey
+from cluster.scheduling.device_tier import BlockKey
 from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy, DiskReport
 from tests.scheduling.test_cpu_prefix_cache import key_of, make_cpu_cache, save

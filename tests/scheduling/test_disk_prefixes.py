@@ -1,6 +1,6 @@
 """Prefixes that come back from the disk, seen from plans."""
 
-from cluster.scheduling.sequence import SequenceState
+from cluster.scheduling.sequence import DiskRead, Running, Waiting
 from pagedray.config import Preemption
 from tests.scheduling.fake_worker import known_tokens
 from tests.scheduling.harness import Harness
@@ -43,7 +43,7 @@ def test_a_sequence_waits_without_a_row_until_its_blocks_are_read_and_then_copie
     plan = harness.schedule()
     assert plan is not None
     assert (len(plan.disk_reads), plan.starts, plan.sequences) == (2, [], [])
-    assert sequence.state is SequenceState.WAITING
+    assert isinstance(sequence.state, Waiting)
     harness.execute()
     harness.collect()
     harness.acknowledge()
@@ -104,7 +104,9 @@ def test_a_second_sequence_waits_for_the_same_blocks_and_reads_none() -> None:
     plan = harness.schedule()
     assert plan is not None
     assert (len(plan.disk_reads), plan.starts) == (2, [])
-    assert {sequence.blocks.disk_step for sequence in harness.sequences[-2:]} == {plan.step}
+    for sequence in harness.sequences[-2:]:
+        assert isinstance(sequence.state, Waiting)
+        assert sequence.state.disk_read == DiskRead(plan.step)
     harness.drain()
     assert {event.num_cached_tokens for event in harness.results.events[-2:]} == {8}
 
@@ -138,7 +140,7 @@ def test_no_row_is_taken_for_a_sequence_that_waits_for_the_disk() -> None:
     assert plan is not None
     assert len(plan.disk_reads) == 2
     running, waiting = harness.sequences[-2:]
-    assert (running.state, waiting.state) == (SequenceState.RUNNING, SequenceState.WAITING)
+    assert (type(running.state), type(waiting.state)) == (Running, Waiting)
     harness.settle()
     while not harness.results.tokens[urgent, 0]:
         harness.step()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.scheduler.cases import WORKLOADS, Workload, throughput_of_pool, throughput_of_preemption
-from cluster.scheduling.sequence import SequenceState
+from cluster.scheduling.sequence import Arriving, Held, Swapped, Waiting
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.request import FinishReason
 from tests.scheduling.fake_worker import known_tokens
@@ -72,7 +72,7 @@ def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     assert tables == [sibling.blocks.ids[1:2].tolist() for sibling in harness.sequences[1:]]
     assert all(sibling.blocks.ids[0] == leader.blocks.ids[0] for sibling in harness.sequences)
     starts = [(start.donor_row, start.token_ids) for start in second.starts]
-    assert starts == [(leader.row, b"")] * 2
+    assert starts == [(leader.state.row, b"")] * 2
     assert second.copies == [BlockCopy(leader.blocks.ids[1], table[0]) for table in tables]
     assert [s.first_position for s in second.sequences] == [5, 5, 6]
     harness.drain()
@@ -96,7 +96,7 @@ def test_siblings_still_wait_for_the_prompt_if_another_one_is_finished() -> None
     request_id = harness.add([1] * 9, n=3)
     harness.step()
     harness.finish(request_id, 2)
-    assert harness.sequences[1].state is SequenceState.HELD
+    assert isinstance(harness.sequences[1].state, Held)
     harness.drain()
 
 
@@ -119,9 +119,9 @@ def test_siblings_start_by_themselves_if_the_first_is_preempted() -> None:
     harness.add([4] * 9, n=2, max_tokens=2)
     _, first, second = harness.sequences
     while not first.num_preemptions:
-        assert second.state is SequenceState.HELD
+        assert isinstance(second.state, Held)
         harness.step()
-    assert second.state is SequenceState.WAITING
+    assert isinstance(second.state, Waiting)
     harness.drain()
 
 
@@ -138,10 +138,9 @@ def test_last_in_order_is_swapped_out_and_loses_its_row_in_one_plan() -> None:
     harness = crowded("swap")
     plan = run_until_preemption(harness)
     victim = harness.sequences[1]
-    assert victim.state is SequenceState.SWAPPED
-    assert [copy.target for copy in plan.swap_outs] == victim.blocks.cpu_ids
+    assert isinstance(victim.state, Swapped)
+    assert [copy.target for copy in plan.swap_outs] == victim.state.cpu_ids
     assert harness.scheduler.stats().num_swapped_out_blocks == len(plan.swap_outs)
-    assert victim.row == -1
     assert plan.sequences == []
 
 
@@ -177,7 +176,7 @@ def test_another_sequence_makes_room_if_more_wait_than_blocks_are_on_their_way()
     )
     harness.add([1] * 8, n=6, max_tokens=10)
     plan = run_until_preemption(harness)
-    assert [sequence.state for sequence in harness.sequences[-2:]] == [SequenceState.SWAPPED] * 2
+    assert all(isinstance(sequence.state, Swapped) for sequence in harness.sequences[-2:])
     assert len(plan.swap_outs) == 4
     harness.drain()
 
@@ -190,7 +189,7 @@ def test_swapped_sequence_runs_only_after_its_blocks_are_back() -> None:
     victim = harness.sequences[1]
     assert known_tokens(plan.starts[0]) == list(victim.token_ids)
     assert plan.starts[0].block_ids == [copy.target for copy in plan.swap_ins]
-    row = victim.row
+    row = victim.state.row
     assert row not in [sequence.row for sequence in plan.sequences]
     harness.execute()
     harness.collect()
@@ -206,7 +205,7 @@ def test_recomputed_sequence_starts_again_with_all_its_tokens() -> None:
     harness = crowded("recompute")
     run_until_preemption(harness)
     victim = harness.sequences[1]
-    assert victim.state is SequenceState.WAITING
+    assert isinstance(victim.state, Waiting)
     while not (plan := harness.schedule()) or not plan.starts:
         harness.settle()
     assert known_tokens(plan.starts[0]) == list(victim.token_ids)
@@ -288,7 +287,7 @@ def test_sequence_in_transit_can_be_aborted_either_way() -> None:
         harness = crowded("swap")
         run_until_preemption(harness)
         if is_arriving:
-            while harness.sequences[1].state is not SequenceState.ARRIVING:
+            while not isinstance(harness.sequences[1].state, Arriving):
                 harness.settle()
                 harness.schedule()
         (event,) = harness.abort("request-1")

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from cluster.scheduling.device_tier import BlockKey, DeviceTier, PromptKeys
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.prefix_cache import BlockKey, PrefixCache, PromptKeys
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
@@ -22,8 +22,11 @@ ROOT = b"root"
 NUM_TOKENS = 6000
 
 
-def make_cache(hash_key: bytes = KEY) -> PrefixCache:
-    return PrefixCache(hash_key, num_blocks=16, is_enabled=True)
+def make_cache(hash_key: bytes = KEY) -> DeviceTier:
+    """Return a tier with all blocks owned."""
+    cache = DeviceTier(hash_key, num_blocks=16, is_enabled=True, save=lambda key, block: None)
+    cache.pool.allocate_all(16)
+    return cache
 
 
 def tokens(*token_ids: int) -> array[int]:
@@ -116,12 +119,13 @@ def test_blocks_are_not_proven_after_all_contents_were_lost() -> None:
     cache.mark_verified([10])
     assert cache.is_verified(10)
     cache.clear()
+    cache.pool.allocate_all(16)
     assert cache.add_block(key, 10)
     assert not cache.is_verified(10)
 
 
 def found_one_by_one(
-    cache: PrefixCache, token_ids: array[int], num_blocks: int
+    cache: DeviceTier, token_ids: array[int], num_blocks: int
 ) -> tuple[list[BlockKey], list[int]]:
     """Return the keys that are looked up, and the blocks that are found."""
     keys: list[BlockKey] = []
@@ -151,7 +155,7 @@ def test_prefix_is_what_single_look_ups_find(
     renewed: int | None,
     forged: int | None,
 ) -> None:
-    cache = PrefixCache(b"key", num_blocks=16, is_enabled=True)
+    cache = make_cache()
     parent = ROOT
     for block in range(len(cached) // BLOCK_SIZE):
         tokens = array("I", cached[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE])
@@ -215,7 +219,7 @@ def test_steps_hash_nothing_of_a_prompt_that_was_hashed_before(
     prompts = [scheduler.prepare_prompt(request) for request in requests]
 
     # Nothing else can hash: there is no other hash with the key.
-    monkeypatch.delattr(PrefixCache, "_keyed_hash")
+    monkeypatch.delattr(DeviceTier, "_keyed_hash")
     scheduler.add_request(requests[0], prompts[0])
     assert run(scheduler) == NUM_TOKENS
     scheduler.add_request(requests[1], prompts[1])
@@ -249,7 +253,7 @@ def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
     assert run(scheduler) == 16
 
 
-class InterruptedCache(PrefixCache):
+class InterruptedCache(DeviceTier):
     """Hashes a prompt whenever another one is hashed, as another thread may."""
 
     __slots__ = ("found",)
@@ -268,7 +272,7 @@ class InterruptedCache(PrefixCache):
 
 
 def test_keys_hashed_while_others_are_renewed_are_of_the_revision_before() -> None:
-    cache = InterruptedCache(b"key", num_blocks=4, is_enabled=True)
+    cache = InterruptedCache(b"key", num_blocks=4, is_enabled=True, save=lambda key, block: None)
     cache.found = None
     (old, _), revision = cache.hash_again()
     found: list[PromptKeys] = []

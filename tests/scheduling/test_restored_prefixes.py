@@ -2,10 +2,16 @@
 
 from array import array
 
-from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.kv_manager import Admitted, KvManager
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import BlockCopy
-from tests.scheduling.kv_sequences import make_manager, make_sequences, run_prompt
+from tests.scheduling.kv_sequences import (
+    admit,
+    make_manager,
+    make_sequences,
+    run_prompt,
+    swap_out,
+)
 
 
 def evict_all(kv: KvManager, step: int) -> list[BlockCopy]:
@@ -30,8 +36,7 @@ def test_evicted_prefix_is_copied_back() -> None:
     kv = make_manager(has_cpu_cache=True)
     evictions = run_and_evict(kv, make_sequences(10)[0])
     (second,) = make_sequences(10)
-    assert kv.admit(second, num_tokens=10, num_spare=0)
-    assert second.blocks.awaits_copies
+    assert admit(kv, second, num_tokens=10) == Admitted(awaits_copies=True)
     assert second.num_computed == 8
     _, restores = kv.take_copies(1)
     assert {copy.source for copy in restores} == {copy.target for copy in evictions}
@@ -44,30 +49,27 @@ def test_blocks_on_their_way_back_are_shared_and_awaited() -> None:
     kv = make_manager(has_cpu_cache=True)
     run_and_evict(kv, make_sequences(10)[0])
     second, third, fourth = (make_sequences(10)[0] for _ in range(3))
-    assert kv.admit(second, num_tokens=10, num_spare=0)
+    assert admit(kv, second, num_tokens=10)
     kv.take_copies(1)
-    assert kv.admit(third, num_tokens=10, num_spare=0)
-    assert third.blocks.awaits_copies
+    assert admit(kv, third, num_tokens=10) == Admitted(awaits_copies=True)
     assert third.blocks.ids == second.blocks.ids
     assert kv.take_copies(2) == ([], [])
     kv.acknowledge(1)
-    assert kv.admit(fourth, num_tokens=10, num_spare=0)
-    assert not fourth.blocks.awaits_copies
+    assert admit(kv, fourth, num_tokens=10) == Admitted()
 
 
 def test_blocks_that_were_on_their_way_back_to_dead_ranks_are_not_awaited_again() -> None:
     kv = make_manager(has_cpu_cache=True)
     run_and_evict(kv, make_sequences(10)[0])
     (second,) = make_sequences(10)
-    assert kv.admit(second, num_tokens=10, num_spare=0)
+    assert admit(kv, second, num_tokens=10)
     kv.take_copies(1)
     kv.clear()
-    kv.disown(second)
+    second.drop_blocks()
     (third, fourth) = (make_sequences(10)[0] for _ in range(2))
     run_prompt(kv, third)
-    assert kv.admit(fourth, num_tokens=10, num_spare=0)
+    assert admit(kv, fourth, num_tokens=10) == Admitted()
     assert fourth.num_computed == 8
-    assert not fourth.blocks.awaits_copies
 
 
 def test_blocks_without_finite_logits_are_not_kept_when_they_are_evicted() -> None:
@@ -84,7 +86,7 @@ def test_forgotten_blocks_are_not_copied_back() -> None:
     run_and_evict(kv, first)
     kv.forget_blocks(first)
     (second,) = make_sequences(10)
-    assert kv.admit(second, num_tokens=10, num_spare=0)
+    assert admit(kv, second, num_tokens=10)
     assert second.num_computed == 0
     assert kv.cpu_pool.num_idle == 0
 
@@ -93,8 +95,8 @@ def test_prefix_of_another_tenant_is_not_copied_back() -> None:
     kv = make_manager(has_cpu_cache=True)
     run_and_evict(kv, make_sequences(10)[0])
     (other,) = make_sequences(10, tenant="other")
-    assert kv.admit(other, num_tokens=10, num_spare=0)
-    assert (other.num_computed, other.blocks.awaits_copies) == (0, False)
+    assert admit(kv, other, num_tokens=10) == Admitted()
+    assert other.num_computed == 0
 
 
 def test_a_preempted_sequence_takes_the_place_of_cached_blocks() -> None:
@@ -104,10 +106,10 @@ def test_a_preempted_sequence_takes_the_place_of_cached_blocks() -> None:
     (running,) = make_sequences(10, tenant="other")
     run_prompt(kv, running)
     assert kv.can_swap_out(running)
-    assert len(kv.swap_out(running, step=1)) == 3
+    assert len(swap_out(kv, running, step=1)) == 3
     assert kv.cpu_pool.num_idle == 0
     (second,) = make_sequences(12)
-    assert kv.admit(second, num_tokens=12, num_spare=0)
+    assert admit(kv, second, num_tokens=12)
     assert second.num_computed == 0
 
 
@@ -123,7 +125,7 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     kv.acknowledge(1)
     # The blocks of the other one are evicted for it in the same plan.
     (second,) = make_sequences(10)
-    assert kv.admit(second, num_tokens=10, num_spare=0)
+    assert admit(kv, second, num_tokens=10)
     evictions, restores = kv.take_copies(2)
     assert len(evictions) == len(restores) == 2
     assert not {copy.target for copy in evictions} & {copy.source for copy in restores}
@@ -143,8 +145,7 @@ def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> N
     # The second of three is left on the device.
     for block in (blocks[0], blocks[2]):
         kv.device.forget_block(block)
-        kv.pool.discard(block)
-    assert kv.admit(second, num_tokens=13, num_spare=0)
+    assert admit(kv, second, num_tokens=13)
     _, restores = kv.take_copies(1)
     assert [copy.target for copy in restores] == list(second.blocks.ids)
     assert len(second.blocks.ids) == 1

@@ -5,12 +5,12 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from cluster.scheduling.device_tier import BlockKey, DeviceTier
 from cluster.scheduling.kv_manager import KvManager, KvOptions
-from cluster.scheduling.prefix_cache import BlockKey
 from cluster.scheduling.sequence import ActiveRequest, Sequence
-from cluster.scheduling.tiers import CpuTier, DeviceTier
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
+from tests.scheduling.kv_sequences import admit, swap_out
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12
@@ -21,8 +21,9 @@ class WatchedTier(DeviceTier):
 
     __slots__ = ("num_lookups",)
 
-    def __init__(self, below: CpuTier) -> None:
-        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True, below=below)
+    def __init__(self, kv: KvManager) -> None:
+        save = kv.cpu.save_block
+        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True, save=save)
         self.num_lookups = 0
 
     def find_block(self, key: BlockKey) -> int | None:
@@ -52,7 +53,7 @@ def make_manager() -> tuple[KvManager, WatchedTier]:
         enable_cpu_prefix_cache=False,
     )
     kv = KvManager(options, costs=None, max_num_tokens=100)
-    device = WatchedTier(kv.cpu)
+    device = WatchedTier(kv)
     kv.device, kv.pool = device, device.pool
     return kv, device
 
@@ -68,7 +69,7 @@ def make_sequence(token_ids: tuple[int, ...]) -> Sequence:
 
 def compute(kv: KvManager, sequence: Sequence) -> None:
     """Take all known tokens of an admitted sequence as computed."""
-    kv.extend(sequence, len(sequence.token_ids))
+    sequence.blocks.extend(len(sequence.token_ids), kv.block_size)
     sequence.num_computed = len(sequence.token_ids)
     kv.register_blocks(sequence)
 
@@ -109,7 +110,7 @@ def test_a_sequence_is_admitted_as_soon_as_there_is_room(
         if event < 3:
             # Others come, and compute the same prefixes.
             other = make_sequence(PROMPTS[which])
-            if kv.admit(other, num_tokens=len(other.token_ids), num_spare=0):
+            if admit(kv, other, num_tokens=len(other.token_ids)):
                 compute(kv, other)
                 running.append(other)
         elif event < 5 and running:
@@ -121,14 +122,14 @@ def test_a_sequence_is_admitted_as_soon_as_there_is_room(
         elif event == 7 and running and kv.can_swap_out(running[-1]):
             # Its blocks are in transit until step 1 is acknowledged.
             swapped = running.pop()
-            kv.swap_out(swapped, 1)
+            swap_out(kv, swapped, step=1)
             kv.release(swapped)
         elif event == 8:
             kv.acknowledge(1)
         for sequence in waiting:
             limits = {"num_tokens": len(sequence.token_ids), "num_spare": amount}
             expected = has_room(kv, sequence, **limits)
-            assert kv.admit(sequence, **limits) == expected
+            assert bool(admit(kv, sequence, **limits)) == expected
             if expected:
                 kv.release(sequence)
 
@@ -136,35 +137,35 @@ def test_a_sequence_is_admitted_as_soon_as_there_is_room(
 def test_a_waiting_sequence_looks_up_its_prefix_once() -> None:
     kv, cache = make_manager()
     first = make_sequence((1,) * 9)
-    assert kv.admit(first, num_tokens=9, num_spare=0)
+    assert admit(kv, first, num_tokens=9)
     compute(kv, first)
     kv.release(first)
     running = make_sequence((2,) * 15)
-    assert kv.admit(running, num_tokens=15, num_spare=0)
+    assert admit(kv, running, num_tokens=15)
     waiting = make_sequence((1,) * 10)
-    assert not kv.admit(waiting, num_tokens=10, num_spare=0)
+    assert not admit(kv, waiting, num_tokens=10)
     num_lookups = cache.num_lookups
     assert num_lookups > 0
     for _ in range(5):
-        assert not kv.admit(waiting, num_tokens=10, num_spare=0)
+        assert not admit(kv, waiting, num_tokens=10)
     assert cache.num_lookups == num_lookups
     kv.release(running)
-    assert kv.admit(waiting, num_tokens=10, num_spare=0)
+    assert admit(kv, waiting, num_tokens=10)
 
 
 def test_a_waiting_sequence_finds_blocks_under_renewed_keys() -> None:
     kv, _ = make_manager()
     bad, longer = make_sequence((1, 1, 2, 2, 3, 3, 4)), make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
     for sequence in (bad, longer):
-        assert kv.admit(sequence, num_tokens=len(sequence.token_ids), num_spare=0)
+        assert admit(kv, sequence, num_tokens=len(sequence.token_ids))
         compute(kv, sequence)
     waiting = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 7))
     kv.release(longer)
     kv.release(bad)
-    assert not kv.admit(waiting, num_tokens=9, num_spare=9)
+    assert not admit(kv, waiting, num_tokens=9, num_spare=9)
     # Three blocks are forgotten; of the fourth, which is not, only the key is renewed.
     kv.forget_blocks(bad)
     again = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
-    assert kv.admit(again, num_tokens=9, num_spare=0)
+    assert admit(kv, again, num_tokens=9)
     compute(kv, again)
-    assert kv.admit(waiting, num_tokens=9, num_spare=6)
+    assert admit(kv, waiting, num_tokens=9, num_spare=6)

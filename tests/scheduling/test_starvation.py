@@ -6,11 +6,14 @@ import pytest
 
 from bench.scheduler.cases import wait_behind_large
 from bench.scheduler.replica import make_replica
+from cluster.scheduling.fair_queue import Backlog
 from cluster.scheduling.policy import GRACE_STEPS, StarvationGuard
-from cluster.scheduling.sequence_table import SequenceQueue
+from cluster.scheduling.sequence import Running
+from cluster.scheduling.sequence_table import SequenceTable
 from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness
+from tests.scheduling.kv_sequences import make_manager
 from tests.scheduling.test_policy import make_sequence
 
 BOUND = GRACE_STEPS + 10
@@ -74,8 +77,13 @@ def test_a_large_sequence_starts_in_bounded_time_whatever_arrives_later(
         assert large.start_step <= alone.start_step + BOUND, seed
 
 
+def make_table() -> SequenceTable:
+    backlog = Backlog(max_requests=100, max_tokens=100)
+    return SequenceTable(make_manager(), num_rows=8, backlog=backlog)
+
+
 def test_borrowers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> None:
-    guard = StarvationGuard(SequenceQueue())
+    guard = StarvationGuard(make_table())
     for first_step in (100, 200):
         steps = range(first_step, first_step + 20)
         may_take = [step for step in steps if guard.note_reserved(step, has_enough=True)]
@@ -114,7 +122,8 @@ def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
     overtakers = harness.sequences[-4:]
     for _ in range(GRACE_STEPS):
         harness.step()
-    assert [(one.row >= 0, one.num_preemptions) for one in overtakers] == [(True, 0)] * 4
+    assert all(isinstance(one.state, Running) for one in overtakers)
+    assert not any(one.num_preemptions for one in overtakers)
     while not harness.results.tokens[large, 0]:
         harness.step()
     assert [one.num_preemptions for one in overtakers] == preempted
@@ -173,17 +182,18 @@ def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() ->
 
 
 def test_only_later_sequences_that_start_after_the_shortage_borrow() -> None:
-    running = SequenceQueue()
-    guard = StarvationGuard(running)
-    earlier, starved, before, after, ending = (
-        make_sequence(arrival=arrival) for arrival in range(5)
-    )
+    table = make_table()
+    guard = StarvationGuard(table)
+    sequences = [make_sequence(arrival=arrival) for arrival in range(5)]
+    earlier, starved, before, after, ending = sequences
+    for sequence in sequences:
+        table.add_request(sequence.active)
     ending.num_computed = ending.max_length - 1
-    guard.note_start(before)
+    table.start_sequence(before, copies_step=None)
     guard.note_failure(starved)
     for sequence in (earlier, after, ending):
-        guard.note_start(sequence)
-    for sequence in (earlier, before, after, ending):
-        running.insert(sequence)
-    assert guard.find_starved() is starved
+        table.start_sequence(sequence, copies_step=None)
+    assert guard.starved is starved
     assert guard.overtakers(starved) == [after]
+    table.start_sequence(starved, copies_step=None)
+    assert guard.starved is None

@@ -15,12 +15,13 @@ from cluster.engine.controller import Controller
 from cluster.engine.crash_search import CrashHandler, CrashSearch
 from cluster.engine.rank_channels import DiskReports
 from cluster.engine.rank_places import PoolMemories
+from cluster.scheduling.device_tier import DeviceTier
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.policy import Preemptor
-from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.sequence import Sequence
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_client import EngineStream
@@ -78,7 +79,7 @@ PLANTED_BUGS = (
     ),
     _bug(
         "tenants share prefixes",
-        PrefixCache,
+        DeviceTier,
         "root",
         'tenant.encode("utf-8", "surrogatepass")',
         "b''",
@@ -115,7 +116,7 @@ PLANTED_BUGS = (
         "a sequence whose shared blocks were evicted is swapped in",
         KvManager,
         "swap_in",
-        "if len(hits) < blocks.num_unswapped:",
+        "if len(hits) < swapped.num_unswapped:",
         "if False:",
     ),
     _bug(
@@ -227,12 +228,10 @@ PLANTED_BUGS = (
         "a sequence runs before its blocks have arrived",
         SequenceTable,
         "run_arrived",
-        "if sequence.ready_step <= step",
+        "if state.ready_step <= step",
         "if True",
     ),
-    _bug(
-        "rows are lost", SequenceTable, "_end_row", "self._free_rows.append(sequence.row)", "pass"
-    ),
+    _bug("rows are lost", SequenceTable, "_leave_state", "self._free_rows.append(old.row)", "pass"),
     _bug(
         "a request that is dropped stays in the queue's count",
         SequenceTable,
@@ -249,9 +248,9 @@ PLANTED_BUGS = (
     ),
     _bug(
         "a sequence that starts again decodes as far as before it lost its blocks",
-        KvManager,
-        "disown",
-        "sequence.unchecked_until = 0",
+        Sequence,
+        "drop_blocks",
+        "self.unchecked_until = 0",
         "pass",
     ),
     _bug(

@@ -128,7 +128,7 @@ class _Run:
 
     def _held_rows(self) -> set[int]:
         table = self._controller._scheduler._table
-        return {one.row for one in (*table.running, *table.arriving)}
+        return {one.state.row for one in (*table.running, *table.arriving)}
 
     def _check_scheduler(self) -> None:
         """Check that nothing is left of the requests."""

@@ -1,4 +1,4 @@
-"""Maps the tokens of full blocks to blocks, so that common prefixes are computed once.
+"""The device pool and its prefix cache: common prefixes of sequences are computed once.
 
 The key of a full block is a digest over its tokens and the digest of the block before it,
 hence over all tokens up to its end. The chain starts with the tenant and the client's salt,
@@ -8,22 +8,22 @@ another tenant's blocks.
 A block is verified once logits that depend on it were finite. If they are not, the tokens of the
 first block that is not verified get another key, and so does every continuation of them:
 no new sequence finds what others computed on top of its values.
-
-Ownership of blocks is the pool's concern.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
-from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
+from cluster.scheduling.block_pool import BlockPool
+from pagedray.batch import BlockCopy
+
 if TYPE_CHECKING:
     from array import array
 
-__all__ = ["BlockKey", "PrefixCache", "PromptKeys"]
+__all__ = ["BlockKey", "DeviceTier", "PromptKeys"]
 
 _MAX_INVALIDATED = 4096
 _DIGEST_BYTES = 32
@@ -48,8 +48,8 @@ class PromptKeys(NamedTuple):
     """The prefix cache's when the first was hashed; they are valid as long as it is the same."""
 
 
-class PrefixCache:
-    """Maps the contents of full blocks to blocks."""
+class DeviceTier:
+    """Maps the contents of full blocks to blocks of the device pool."""
 
     __slots__ = (
         "_block_of",
@@ -57,13 +57,30 @@ class PrefixCache:
         "_is_verified",
         "_keyed_hash",
         "_keys",
+        "_loads",
+        "_save",
+        "arriving",
         "is_enabled",
         "num_forgotten",
+        "pool",
         "revision",
     )
 
-    def __init__(self, hash_key: bytes, *, num_blocks: int, is_enabled: bool) -> None:
-        """Blocks are `0 .. num_blocks - 1`."""
+    def __init__(
+        self,
+        hash_key: bytes,
+        *,
+        num_blocks: int,
+        is_enabled: bool,
+        save: Callable[[BlockKey, int], None],
+    ) -> None:
+        """`save` gets the verified blocks that are evicted, with their keys."""
+        self.pool = BlockPool(num_blocks, on_evict=self._evict)
+        self._save = save
+        self._loads: list[BlockCopy] = []
+        """The copies from the CPU pool in the plan that is being made."""
+        self.arriving: set[int] = set()
+        """Blocks that copies from the CPU pool have not filled yet."""
         self.is_enabled = is_enabled
         """Whether blocks are looked up and added; if not, it stays empty."""
         # BLAKE2 needs no HMAC. A copy of this costs less than a hash that begins with the key.
@@ -81,6 +98,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    @property
+    def num_loads(self) -> int:
+        """Blocks that the plan being made copies from the CPU pool."""
+        return len(self._loads)
 
     def root(self, tenant: str, salt: str = "") -> bytes:
         """Return the digest before the first block of a tenant's requests with the same salt."""
@@ -178,13 +200,39 @@ class PrefixCache:
         return hits
 
     def add_block(self, key: BlockKey, block: int) -> bool:
-        """Add a block; return False if another block has the same key."""
+        """Add an owned block; return False if another block has the same key."""
         if key.digest in self._block_of:
             return False
         assert self._keys[block] is None
         self._block_of[key.digest] = block
         self._keys[block] = key
+        self.pool.keep(block)
         return True
+
+    def load_blocks(self, keys: Sequence[BlockKey], sources: Sequence[int]) -> list[int]:
+        """Copy the first `keys` from pinned blocks of the CPU pool; return the device blocks.
+
+        The device pool has room for them. They are pinned until `end_copies`.
+        """
+        targets = self.pool.allocate_all(len(sources))
+        for key, source, target in zip(keys, sources, targets, strict=False):
+            self.add_block(key, target)
+            self.pool.pin(target)
+            self._loads.append(BlockCopy(source, target))
+        self.mark_verified(targets)
+        self.arriving.update(targets)
+        return targets
+
+    def take_loads(self) -> list[BlockCopy]:
+        """Return the copies from the CPU pool for the plan that is being made."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def end_copies(self, blocks: Sequence[int]) -> None:
+        """Unpin blocks that every rank has copied from or to the CPU pool."""
+        for block in reversed(blocks):
+            self.pool.unpin(block)
+        self.arriving.difference_update(blocks)
 
     def mark_verified(self, blocks: Collection[int]) -> None:
         """Record that logits which depend on blocks were finite; ignore uncached blocks."""
@@ -201,13 +249,13 @@ class PrefixCache:
         """Return whether logits that depend on a block were finite."""
         return bool(self._is_verified[block])
 
-    def num_verified(self, blocks: Iterable[int]) -> int:
+    def num_verified(self, blocks: Sequence[int]) -> int:
         """Return how many leading `blocks` are verified."""
-        return sum(1 for _ in takewhile(self.is_verified, blocks))
-
-    def key_of(self, block: int) -> BlockKey | None:
-        """Return the key of a block, or None if it is not in the cache."""
-        return self._keys[block]
+        is_verified = self._is_verified
+        for index, block in enumerate(blocks):
+            if not is_verified[block]:
+                return index
+        return len(blocks)
 
     def forget_block(self, block: int) -> None:
         """Remove a block, if it is in the cache."""
@@ -216,13 +264,24 @@ class PrefixCache:
             del self._block_of[key.digest]
             self.num_forgotten += 1
             self._is_verified[block] = False
+        self.pool.discard(block)
 
     def clear(self) -> None:
-        """Remove all blocks; their contents are lost."""
+        """Free all blocks; their contents are lost."""
         num_blocks = len(self._keys)
         self._block_of.clear()
         self._keys = [None] * num_blocks
         self._is_verified = bytearray(num_blocks)
+        self.pool.clear()
+        self._loads.clear()
+        self.arriving.clear()
+
+    def _evict(self, block: int) -> None:
+        """Forget a block, and save it if it is verified."""
+        key = self._keys[block]
+        if key is not None and self._is_verified[block]:
+            self._save(key, block)
+        self.forget_block(block)
 
     def _digest(self, content: bytes) -> bytes:
         """Return the digest of a content under the key of this process."""
