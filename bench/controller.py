@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.records.command import command_and_date
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
 from pagedray.config import CacheConfig, CacheSize, EngineConfig, KernelReport, SchedulerConfig
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks
+    from pagedray.batch import StepMasks
     from pagedray.errors import EngineError
 
 CONTEXT = 500
@@ -64,9 +64,6 @@ class SimulatedRanks(Executor):
 
     def send_masks(self, masks: StepMasks) -> None:
         raise AssertionError("No sequence has a structure.")
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        raise AssertionError("These ranks have a decoder.")
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth()
@@ -157,7 +154,7 @@ def main() -> int:
 def _step_times(num_sequences: int) -> list[float]:
     executor, sink = InstantExecutor(), CountingSink(num_sequences)
     config = simulated_config(vocab_size=32000, max_num_seqs=num_sequences, max_positions=2048)
-    controller = Controller(config, executor, sink)
+    controller = EngineLoop(config, executor, sink)
     for index in range(num_sequences):
         controller.submit_request(
             Request(

@@ -39,8 +39,6 @@ __all__ = [
     "ControllerMessage",
     "Decodes",
     "DiskReport",
-    "EmbedOutput",
-    "EmbedPlan",
     "Pooling",
     "PromptLogprobs",
     "PromptToken",
@@ -52,6 +50,7 @@ __all__ = [
     "StepMasks",
     "StepOutput",
     "StepPlan",
+    "TextBatch",
     "TokenLogprobs",
     "WorkerFailure",
     "WorkerMessage",
@@ -159,6 +158,28 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.num_tokens * self.first_position + self.num_tokens * (self.num_tokens + 1) // 2
 
 
+Pooling = Literal["mean", "cls", "last"]
+"""How a text's hidden states become its vector: the mean of all, the first, the last."""
+
+
+class TextBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The texts, or pairs of texts, that become vectors or scores in one step."""
+
+    token_ids: list[list[int]]
+    """The tokens of each text, at least one."""
+    pooling: Pooling
+    is_normalized: bool
+    """Whether vectors are scaled to length 1."""
+    num_first_type: list[int] = []
+    """How many tokens of each text are of type 0; the others, of the second text of a pair, are of
+    type 1. If empty, all are of type 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(map(len, self.token_ids))
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """The work of one step."""
 
@@ -181,10 +202,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """Disk block to CPU block."""
     disk_writes: list[BlockCopy] = []
     """CPU block to disk block."""
+    texts: TextBatch | None = None
+    """The texts of a model that makes embeddings, with which nothing else is in the plan."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes, of all sequences."""
+        if self.texts is not None:
+            return self.texts.num_tokens
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes)
 
     @property
@@ -220,35 +245,6 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
     """
     released: list[int] = []
     """Indices of the masked sequences that sample without masks in later steps."""
-
-
-Pooling = Literal["mean", "cls", "last"]
-
-
-"""How a text's hidden states become its vector: the mean of all, the first, the last."""
-
-
-class EmbedPlan(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
-    """The texts, or pairs of texts, that become vectors or scores in one step."""
-
-    step: int
-    """Increases by one within an epoch."""
-    token_ids: list[list[int]]
-    """The tokens of each text, at least one."""
-    pooling: Pooling
-    is_normalized: bool
-    """Whether vectors are scaled to length 1."""
-    num_first_type: list[int] = []
-    """How many tokens of each text are of type 0; the others, of the second text of a pair, are of
-    type 1. If empty, all are of type 0."""
-
-
-class EmbedOutput(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
-    """Rank 0's result of an `EmbedPlan`."""
-
-    step: int
-    vectors: bytes
-    """float32 in native byte order, `[num_texts, ModelConfig.vector_size]`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -324,6 +320,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """
     is_acknowledged: bool = True
     """Whether its block copies have ended too; if not, a `StepAck` follows."""
+    vectors: bytes = b""
+    """Of each text, float32 in native byte order, `[num_texts, ModelConfig.vector_size]`."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
@@ -370,7 +368,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Ends the rank's loop."""
 
 
-ControllerMessage = StepPlan | StepMasks | EmbedPlan | Shutdown
+ControllerMessage = StepPlan | StepMasks | Shutdown
 
 
-WorkerMessage = StepOutput | EmbedOutput | StepAck | DiskReport | RankLogLine | WorkerFailure
+WorkerMessage = StepOutput | StepAck | DiskReport | RankLogLine | WorkerFailure

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.engine.executor import Executor, RankHealth
 from cluster.scheduling.event import TokenEvent
-from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+from pagedray.batch import StepMasks, StepOutput, StepPlan
 from pagedray.config import CacheSize, KernelReport
 from pagedray.errors import EngineError
 from pagedray.model_config import ModelConfig
@@ -76,9 +76,6 @@ class FakeExecutor(Executor):
 
     def send_masks(self, masks: StepMasks) -> None:
         self.masks.append(masks)
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        raise AssertionError("These ranks have a decoder.")
 
     def collect_output(self) -> StepOutput:
         self.may_step.wait()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import LARGE_LIMITS, KernelReport
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionSpec
+    from pagedray.batch import StepPlan
     from pagedray.config import CacheSize, EngineConfig, StepLimits
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
@@ -191,8 +191,7 @@ class DecoderWorker(Worker):
             release_gpu_memory()
         self._group.leave()
 
-    def launch(self, plan: StepPlan | EmbedPlan) -> PendingTokens:
-        assert isinstance(plan, StepPlan)
+    def launch(self, plan: StepPlan) -> PendingTokens:
         assert self._runner is not None
         if plan.swap_outs or plan.evictions:
             # There may have been too little idle time.

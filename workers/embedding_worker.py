@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from attention.abstract import AttentionBatch
-from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
+from pagedray.batch import StepOutput
 from pagedray.config import CacheSize, KernelReport
 from pagedray.rank_progress import Phase
 from workers.decoder_worker import DecoderWorker
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
-    from pagedray.batch import Pooling, StepMasks
+    from pagedray.batch import Pooling, StepMasks, StepPlan, TextBatch
     from pagedray.config import EngineConfig, StepLimits
     from pagedray.model_config import DenseModule
     from workers.parallel.group import ParallelGroup
@@ -67,8 +67,8 @@ class PendingVectors:
     def is_copied(self) -> bool:
         return True
 
-    def output(self) -> EmbedOutput:
-        return EmbedOutput(self.step, self.vectors.cpu().numpy().tobytes())
+    def output(self) -> StepOutput:
+        return StepOutput(self.step, [], vectors=self.vectors.cpu().numpy().tobytes())
 
 
 class EmbeddingWorker(Worker):
@@ -134,12 +134,13 @@ class EmbeddingWorker(Worker):
             torch.cuda.synchronize(self._device)
         self._group.leave()
 
-    def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
-        assert isinstance(plan, EmbedPlan)
+    def launch(self, plan: StepPlan) -> PendingVectors:
+        texts = plan.texts
+        assert texts is not None
         assert self._model is not None
         assert self._builder is not None
         self._group.progress.enter(Phase.PREPARING)
-        lengths = np.array([len(ids) for ids in plan.token_ids], dtype=np.int32)
+        lengths = np.array([len(ids) for ids in texts.token_ids], dtype=np.int32)
         num_tokens = int(lengths.sum())
         batch = AttentionBatch(
             num_prefills=len(lengths),
@@ -148,7 +149,7 @@ class EmbeddingWorker(Worker):
             block_tables=np.zeros((len(lengths), 1), dtype=np.int32),
             slot_mapping=np.full(num_tokens, -1, dtype=np.int64),
         )
-        flat = np.concatenate([np.array(ids, dtype=np.int64) for ids in plan.token_ids])
+        flat = np.concatenate([np.array(ids, dtype=np.int64) for ids in texts.token_ids])
         padding_id = self._config.model.position_padding_id
         positions = text_positions(flat, lengths, padding_id=padding_id)
         with torch.inference_mode():
@@ -156,18 +157,18 @@ class EmbeddingWorker(Worker):
                 torch.from_numpy(flat).to(self._device),
                 torch.from_numpy(positions).to(self._device),
                 self._builder.build(batch),
-                _token_types(plan, lengths),
+                _token_types(texts, lengths),
             )
             self._group.progress.enter(Phase.SAMPLING)
             vectors = pooled(
                 hidden,
                 torch.from_numpy(lengths.astype(np.int64)).to(self._device),
-                plan.pooling,
-                normalize=plan.is_normalized and not self._dense,
+                texts.pooling,
+                normalize=texts.is_normalized and not self._dense,
             )
             for dense in self._dense:
                 vectors = dense(vectors)
-            if self._dense and plan.is_normalized:
+            if self._dense and texts.is_normalized:
                 vectors = functional.normalize(vectors, dim=1)
             if self._config.model.task == "score":
                 vectors = self._model.scores(vectors)
@@ -194,11 +195,11 @@ class EmbeddingWorker(Worker):
         self._group.close()
 
 
-def _token_types(plan: EmbedPlan, lengths: npt.NDArray[np.int32]) -> torch.Tensor | None:
+def _token_types(texts: TextBatch, lengths: npt.NDArray[np.int32]) -> torch.Tensor | None:
     """Return the type of each token, `[num_tokens]` int64; None if all are of type 0."""
-    if not plan.num_first_type:
+    if not texts.num_first_type:
         return None
-    pairs = np.stack([plan.num_first_type, lengths - plan.num_first_type], axis=1)
+    pairs = np.stack([texts.num_first_type, lengths - texts.num_first_type], axis=1)
     types = np.tile(np.array([0, 1], dtype=np.int64), len(lengths))
     return torch.from_numpy(np.repeat(types, pairs.ravel()))
 

@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pagedray.batch import RankLogLine, Shutdown, StepAck, StepMasks, StepOutput, WorkerFailure
+from pagedray.batch import RankLogLine, Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError
 from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase
 from workers.hub.locate import DownloadLine
@@ -345,7 +345,7 @@ class _StepServer:
         self._progress.enter(Phase.SENDING)
         if self._sends_outputs:
             self._channel.send(output)
-        if isinstance(output, StepOutput) and not output.is_acknowledged:
+        if not output.is_acknowledged:
             self._copying.append((output.step, finished))
         else:
             # The copies of earlier steps have ended too.

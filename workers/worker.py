@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend, AttentionSpec
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.node_memory import MemoryAddress
     from pagedray.rank_roofline import RankRoofline
@@ -53,7 +53,7 @@ class PendingStep(Protocol):
     def is_copied(self) -> bool:
         """Whether all copies between the pools have ended, including earlier steps."""
 
-    def output(self) -> StepOutput | EmbedOutput:
+    def output(self) -> StepOutput:
         """Return the result of the step; waits for the device."""
 
 
@@ -152,7 +152,7 @@ class Worker(ABC):
         """
 
     @abstractmethod
-    def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
 
     @property

@@ -38,7 +38,7 @@ from bench.controller import simulated_config
 from bench.records.command import command_and_date
 from bench.records.machine import cpu_name
 from bench.structured.timed_engine import EOS_TOKEN_ID, EndlessSink, TimedExecutor, pick_token
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
@@ -217,7 +217,7 @@ def _steps(
 ) -> dict[str, Any]:
     executor, sink = TimedExecutor(), EndlessSink()
     config = simulated_config(vocab_size=128_256, max_num_seqs=_NUM_SEQUENCES, max_positions=8192)
-    controller = sink.controller = Controller(config, executor, sink)
+    controller = sink.controller = EngineLoop(config, executor, sink)
     for index in range(_NUM_SEQUENCES):
         sink.submit(_request(grammar if index < num_structured else None))
     controller.start_steps()

@@ -19,7 +19,7 @@ from pagedray.request import FinishReason, Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.engine.controller import Controller
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.scheduling.event import TokenEvent
     from pagedray.batch import StepMasks, StepPlan
     from pagedray.errors import EngineError
@@ -89,7 +89,7 @@ class EndlessSink:
     """Replaces each request that ends by a new one, until there were enough steps."""
 
     def __init__(self) -> None:
-        self.controller: Controller | None = None
+        self.controller: EngineLoop | None = None
         self.requests: dict[str, Request] = {}
         self._ids = itertools.count()
 

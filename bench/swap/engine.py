@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.open_engine import open_engine
@@ -55,7 +55,7 @@ class MeasuredEngine:
             folder, EngineOptions(executor="local", load_format="dummy", **options)
         )
         engine = open_engine(config, self, lambda what, part: None)
-        assert isinstance(engine, Controller)
+        assert isinstance(engine, EngineLoop)
         self._engine = engine
         self.start_s = time.perf_counter() - started_s
         """Seconds until requests are accepted."""

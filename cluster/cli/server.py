@@ -27,10 +27,8 @@ from pagedray.text import pluralize
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from cluster.engine.controller import Controller
-    from cluster.engine.embedder import Embedder
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.stats import EngineStats
-    from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth import Authenticator
     from cluster.serving.frontend_options import FrontendOptions
     from cluster.serving.telemetry.tracing import Tracer
@@ -154,7 +152,7 @@ class Server:
             await asyncio.to_thread(engine.close)
         return _OUTAGE_EXIT if self._has_lost_ray else 0
 
-    async def _engine_or_stop(self, client: EngineClient) -> Controller | Embedder:
+    async def _engine_or_stop(self, client: EngineClient) -> EngineLoop:
         """Return the engine. Raises _StoppedError if a signal stops the server meanwhile."""
         loading = asyncio.create_task(asyncio.to_thread(self._open_engine, client))
         stopping = asyncio.create_task(self._stop.wait())
@@ -172,7 +170,7 @@ class Server:
             os._exit(0)
         return await loading
 
-    def _open_engine(self, client: EngineClient) -> Controller | Embedder:
+    def _open_engine(self, client: EngineClient) -> EngineLoop:
         with progress_reports(are_shown=True) as show:
 
             def report(what: str, fraction: float) -> None:
@@ -183,7 +181,7 @@ class Server:
 
             return open_engine(self._config, client, report)
 
-    def _announce(self, frontends: Frontends, engine: Controller | Embedder) -> None:
+    def _announce(self, frontends: Frontends, engine: EngineLoop) -> None:
         addresses = address_lines(
             self._config.model.name,
             self._options.host,
@@ -201,7 +199,7 @@ class Server:
             logger.warning("Could not write to standard output: %s.", error.strerror)
             discard_output()
 
-    async def _until_stopped(self, engine: StepLoop) -> None:
+    async def _until_stopped(self, engine: EngineLoop) -> None:
         while not self._stop.is_set():
             if engine.error is not None and engine.outage is None:
                 raise engine.error
@@ -211,7 +209,7 @@ class Server:
             except TimeoutError:
                 continue
 
-    async def _follow_outage(self, engine: StepLoop) -> None:
+    async def _follow_outage(self, engine: EngineLoop) -> None:
         """Stop the server, so that it is restarted, once ranks cannot be replaced anymore."""
         while (outage := engine.outage) is None or not outage.is_final:
             await asyncio.sleep(_POLL_S)
@@ -303,7 +301,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def guard_exit(
-    engine: StepLoop, loop: asyncio.AbstractEventLoop, *, limit_s: float = _LIMIT_S
+    engine: EngineLoop, loop: asyncio.AbstractEventLoop, *, limit_s: float = _LIMIT_S
 ) -> None:
     """Start a thread that ends the process if the loop hangs once the engine has ended.
 
@@ -314,7 +312,7 @@ def guard_exit(
     ).start()
 
 
-def _guard(engine: StepLoop, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+def _guard(engine: EngineLoop, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
     while True:
         time.sleep(_GUARD_POLL_S)
         if engine.error is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, KernelReport
     from pagedray.rank_roofline import RankRoofline
 
@@ -89,10 +89,6 @@ class Executor(ABC):
     @abstractmethod
     def collect_output(self) -> StepOutput:
         """Wait for the output of the oldest plan in flight. Raises WorkerError."""
-
-    @abstractmethod
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        """Run an encoder's plan, with no other in flight. Raises WorkerError."""
 
     def measure_rooflines(self) -> list[RankRoofline]:
         """Measure the devices, and return the work of steps on each rank.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.engine.executor import Executor, RankHealth
 from cluster.engine.rank_monitor import RankMonitor, StartLimit
-from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.machine import let_others_interrupt
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.engine.executor import ReportProgress
-    from pagedray.batch import DiskReport, StepMasks, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.rank_roofline import RankRoofline
     from workers.worker import PendingStep, Worker
@@ -108,21 +107,12 @@ class LocalExecutor(Executor):
         # Waited for here, so that the rank's thread can launch the next step meanwhile.
         running = self._running.popleft()
         output = _survived(lambda: running.result().output())
-        assert isinstance(output, StepOutput)
         if output.is_acknowledged:
             self._copying.clear()
             self._acknowledged_step = output.step
         else:
             self._copying.append((output.step, running.result()))
         self._note_copies()
-        self._progress.finish_step(output.step)
-        return output
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        self._monitor.note_message(plan)
-        running = self._thread.submit(lambda: self._worker.launch(plan))
-        output = _survived(lambda: running.result().output())
-        assert isinstance(output, EmbedOutput)
         self._progress.finish_step(output.step)
         return output
 

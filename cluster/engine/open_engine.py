@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.engine.controller import Controller
-from cluster.engine.embedder import Embedder
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.local_executor import LocalExecutor
 from pagedray.errors import StartupError
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from ray.util.placement_group import PlacementGroup
 
-    from cluster.engine.controller import EventSink
+    from cluster.engine.engine_loop import EventSink
     from cluster.engine.executor import Executor, ReportProgress
     from pagedray.config import CacheSize, EngineConfig
 
@@ -45,21 +44,15 @@ def open_engine(
     *,
     placement: PlacementGroup | None = None,
     make_executor: MakeExecutor = make_executor,
-) -> Controller | Embedder:
-    """Return a running engine: a Controller, or an Embedder if the model makes embeddings.
-
-    The caller closes it. Raises StartupError.
-    """
+) -> EngineLoop:
+    """Return a running engine, which the caller closes. Raises StartupError."""
     executor = make_executor(config, report_progress, placement)
     try:
         config = config.with_limits(executor.cache_size.limits)
-        engine: Controller | Embedder
-        if config.model.pools:
-            engine = Embedder(config, executor)
-        else:
+        if not config.model.pools:
             _check_context_fits(config, executor.cache_size)
             _check_disk_holds_block(config, executor.cache_size)
-            engine = Controller(config, executor, sink)
+        engine = EngineLoop(config, executor, sink)
         engine.start_steps()
     except BaseException:
         executor.close()

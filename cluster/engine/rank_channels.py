@@ -20,7 +20,7 @@ from ray._private.state import actors
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pagedray.batch import DiskReport, EmbedOutput, RankLogLine, Shutdown, StepOutput, WorkerFailure
+from pagedray.batch import DiskReport, RankLogLine, Shutdown, StepOutput, WorkerFailure
 from pagedray.channel import ChannelClosedError
 from pagedray.errors import WorkerError
 from pagedray.machine import kill_process, process_status
@@ -29,7 +29,7 @@ from pagedray.rank_progress import ProgressBoard, RankReport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedray.batch import EmbedPlan, StepMasks, StepPlan, WorkerMessage
+    from pagedray.batch import StepMasks, StepPlan, WorkerMessage
     from pagedray.channel import ControllerChannel
 
 __all__ = ["DiskReports", "RankChannels", "RayReports", "log_rank_line"]
@@ -62,10 +62,10 @@ class RankChannels:
             self._poller.register(channel, select.POLLIN)
         self.acknowledged = [-1] * len(self._channels)
         """The last step that each rank has finished."""
-        self.outputs: deque[StepOutput | EmbedOutput] = deque()
+        self.outputs: deque[StepOutput] = deque()
         self.disk_reports = DiskReports(len(self._channels))
 
-    def send(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+    def send(self, message: StepPlan | StepMasks) -> None:
         """Send a message to every rank; `exchange` sends the rest to ranks that are busy.
 
         Raises ChannelClosedError if a rank is gone.
@@ -123,10 +123,11 @@ class RankChannels:
         if isinstance(message, RankLogLine):
             log_rank_line(rank, message)
             return
-        if not isinstance(message, StepOutput) or message.is_acknowledged:
-            self.acknowledged[rank] = message.step
-        if isinstance(message, StepOutput | EmbedOutput):
+        if isinstance(message, StepOutput):
             self.outputs.append(message)
+            if not message.is_acknowledged:
+                return
+        self.acknowledged[rank] = message.step
 
 
 class DiskReports:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.executor import RankHealth
-from pagedray.batch import EmbedPlan, StepPlan
+from pagedray.batch import StepPlan
 from pagedray.errors import HungRankError
 from pagedray.rank_progress import Phase, RankReport
 
@@ -257,9 +257,9 @@ class RankMonitor:
         self._work = WorkInFlight()
         self._watch = RankWatch(_LIMITS[self._device])
 
-    def note_message(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+    def note_message(self, message: StepPlan | StepMasks) -> None:
         """Note a message sent to the ranks."""
-        if isinstance(message, StepPlan | EmbedPlan):
+        if isinstance(message, StepPlan):
             self._work.add_plan(message.step, _kind(message))
 
     def check_start(self) -> None:
@@ -313,10 +313,10 @@ def _ranks(ranks: list[int]) -> str:
     return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _kind(plan: StepPlan | EmbedPlan) -> tuple[int, int]:
+def _kind(plan: StepPlan) -> tuple[int, int]:
     """Return the magnitudes of a step's tokens, and of the work of its prompts."""
-    if isinstance(plan, EmbedPlan):
-        return sum(map(len, plan.token_ids)).bit_length(), 0
+    if plan.texts is not None:
+        return plan.num_tokens.bit_length(), 0
     num_tokens = len(plan.chunks) + len(plan.decodes)
     work = 0
     for chunk in plan.chunks:

@@ -17,12 +17,11 @@ from cluster.engine.rank_monitor import StartLimit
 from cluster.engine.rank_places import PoolMemories, RankPlaces, RecoveryLog, SpareRanks
 from cluster.engine.ray_connection import RayConnection
 from cluster.engine.ray_ranks import RayRanks
-from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 from pagedray.text import pluralize
 
 if TYPE_CHECKING:
-    from pagedray.batch import DiskReport, StepMasks, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.rank_roofline import RankRoofline
 
@@ -104,16 +103,7 @@ class RayExecutor(Executor):
         self._live_ranks().send_to_ranks(masks)
 
     def collect_output(self) -> StepOutput:
-        output = self._live_ranks().collect_output()
-        assert isinstance(output, StepOutput)
-        return output
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        ranks = self._live_ranks()
-        ranks.send_to_ranks(plan)
-        output = ranks.collect_output()
-        assert isinstance(output, EmbedOutput)
-        return output
+        return self._live_ranks().collect_output()
 
     def measure_rooflines(self) -> list[RankRoofline]:
         return self._live_ranks().measure_rooflines()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
     from cluster.engine.rank_monitor import StartLimit
     from cluster.engine.rank_places import Actor, PoolMemories, RankPlaces, RecoveryLog, SpareRanks
-    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig, KernelReport
     from pagedray.node_memory import MemoryAddress
     from pagedray.rank_roofline import RankRoofline
@@ -175,7 +175,7 @@ class RayRanks:
         """Return the reports of every rank on its file since the last call."""
         return self._channels.disk_reports.take_joined()
 
-    def send_to_ranks(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+    def send_to_ranks(self, message: StepPlan | StepMasks) -> None:
         """Send a plan, or the masks of the last plan, to every rank; never waits for a rank.
 
         Raises WorkerError.
@@ -188,7 +188,7 @@ class RayRanks:
         except ChannelClosedError as error:
             raise self._death(error) from error
 
-    def collect_output(self) -> StepOutput | EmbedOutput:
+    def collect_output(self) -> StepOutput:
         """Wait for the next output, which comes unless a rank hangs. Raises WorkerError."""
         outputs = self._channels.outputs
         while not outputs:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Self, Unpack
 
-from cluster.engine.controller import Controller
 from cluster.engine.engine_options import engine_config
 from cluster.engine.frozen_heap import CallFreezer
 from cluster.engine.open_engine import open_engine
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.stats import EngineStats
     from cluster.llm.generation import BeamSearchOutput, Generation
     from cluster.llm.options import LLMOptions
@@ -88,7 +88,6 @@ class AsyncLLM(PublicLLM):
             self._sink = _Sink()
             self._freezer = CallFreezer()
             engine = open_engine(config, self._sink, report)
-        assert isinstance(engine, Controller)
         self._engine = engine
         self._exit_close = ExitClose(engine.close)
         self._streams: dict[str, EngineStream | None] = {}
@@ -315,7 +314,7 @@ class _Sink:
         self._client: EngineClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def client_of(self, loop: asyncio.AbstractEventLoop, engine: Controller) -> EngineClient:
+    def client_of(self, loop: asyncio.AbstractEventLoop, engine: EngineLoop) -> EngineClient:
         """Return the client of a loop. Raises InvalidRequestError for a second loop."""
         if self._client is None:
             self._loop = loop

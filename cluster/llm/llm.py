@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack, cast
 
 from tqdm import tqdm
 
-from cluster.engine.controller import Controller
-from cluster.engine.embedder import Embedder
 from cluster.engine.engine_options import engine_config
 from cluster.engine.event_buffers import EventDispatcher
 from cluster.engine.frozen_heap import CallFreezer
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.executor import ReportProgress
     from cluster.engine.stats import EngineStats
     from cluster.llm.options import LLMOptions
@@ -260,7 +259,7 @@ class LLM(PublicLLM):
             max_prompt_tokens=truncate_prompt_tokens,
             truncates_end=truncation_side == "right",
         )
-        return embed_prompts(self._embedder, validator, given)
+        return embed_prompts(self._open_engine, validator, given)
 
     @with_vllm_arguments
     def score(
@@ -290,7 +289,7 @@ class LLM(PublicLLM):
             params=("queries", "documents"),
             instruction=instruction,
         )
-        return score_pairs(self._embedder, validator, given)
+        return score_pairs(self._open_engine, validator, given)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters."""
@@ -302,7 +301,7 @@ class LLM(PublicLLM):
         The model must generate text, and no request may run at the same time. Raises WorkerError,
         and DeviceError if too little memory is free.
         """
-        return self._controller.measure_rooflines()
+        return self._open_engine.measure_rooflines()
 
     def close(self) -> None:
         """Stop the engine and its ranks. Further calls have no effect."""
@@ -334,22 +333,14 @@ class LLM(PublicLLM):
         return Collector(request, self._tokenizer, params=params)
 
     @property
-    def _controller(self) -> Controller:
-        """The engine, which is a Controller if the model generates text."""
+    def _open_engine(self) -> EngineLoop:
+        """The engine. Raises EngineError once it is closed."""
         self._check_open()
-        assert isinstance(self._engine, Controller)
         return self._engine
 
     @property
     def _runner(self) -> RequestRunner:
-        return RequestRunner(self._controller, self._sink)
-
-    @property
-    def _embedder(self) -> Embedder:
-        """The engine, which is an Embedder if the model does not generate text."""
-        self._check_open()
-        assert isinstance(self._engine, Embedder)
-        return self._engine
+        return RequestRunner(self._open_engine, self._sink)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.engine.controller import Controller
-    from cluster.engine.embedder import Embedder
-    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.event_buffers import EventDispatcher
     from cluster.llm.generation import Collector, Generation
     from cluster.scheduling.event import TokenEvent
@@ -60,7 +59,7 @@ longer to launch.
 class RequestRunner:
     """Submits requests while the queue has room, and passes their events to their collectors."""
 
-    def __init__(self, controller: Controller, sink: EventDispatcher) -> None:
+    def __init__(self, controller: EngineLoop, sink: EventDispatcher) -> None:
         self._controller = controller
         self._sink = sink
 
@@ -114,7 +113,7 @@ class _Call:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: EngineLoop,
         sink: EventDispatcher,
         bar: tqdm[NoReturn],
         width: CallWidth,
@@ -203,7 +202,7 @@ class _Call:
             num_left -= 1
 
 
-def _submit_if_room(controller: Controller, request: Request) -> bool:
+def _submit_if_room(controller: EngineLoop, request: Request) -> bool:
     """Submit a request, and return whether the queue had room for it."""
     try:
         controller.submit_request(request)
@@ -213,7 +212,7 @@ def _submit_if_room(controller: Controller, request: Request) -> bool:
 
 
 def _push(
-    controller: Controller, collector: Collector, events: Sequence[TokenEvent]
+    controller: EngineLoop, collector: Collector, events: Sequence[TokenEvent]
 ) -> SequenceOutput:
     output, last = collector.push_events(events), events[-1]
     if output.finish_reason is not None and last.finish_reason is None:
@@ -277,22 +276,22 @@ class CallWidth:
 
 
 def embed_prompts(
-    embedder: Embedder, validator: EmbeddingValidator, given: EmbeddingInput
+    engine: EngineLoop, validator: EmbeddingValidator, given: EmbeddingInput
 ) -> list[list[float]]:
     """Return the vectors of any number of prompts. Raises InvalidRequestError or EngineError."""
     vectors: list[list[float]] = []
     for first in range(0, len(given.prompts), MAX_PROMPTS):
         part = replace(given, prompts=given.prompts[first : first + MAX_PROMPTS])
-        vectors += _result_of(embedder, run_apart(validator.validate(part))).tolist()
+        vectors += _result_of(engine, run_apart(validator.validate(part))).tolist()
     return vectors
 
 
-def score_pairs(embedder: Embedder, validator: ScoreValidator, given: ScoreInput) -> list[float]:
+def score_pairs(engine: EngineLoop, validator: ScoreValidator, given: ScoreInput) -> list[float]:
     """Return the scores of any number of pairs. Raises InvalidRequestError or EngineError."""
     scores: list[float] = []
     for first in range(0, len(given.pairs), MAX_PAIRS):
         part = replace(given, pairs=given.pairs[first : first + MAX_PAIRS])
-        scores += _result_of(embedder, run_apart(validator.validate(part)))[:, 0].tolist()
+        scores += _result_of(engine, run_apart(validator.validate(part)))[:, 0].tolist()
     return scores
 
 
@@ -311,11 +310,11 @@ def read_pairs(
     return tuple(zip(firsts, others, strict=True))
 
 
-def _result_of(embedder: Embedder, request: EmbeddingRequest) -> NDArray[np.float32]:
+def _result_of(engine: EngineLoop, request: EmbeddingRequest) -> NDArray[np.float32]:
     """Submit a request as soon as the queue has room; return its result, `[num_texts, size]`."""
     while True:
         try:
-            answer = embedder.submit_request(request)
+            answer = engine.submit_texts(request)
         except OverloadedError:
             time.sleep(HELD_POLL_S)
         else:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.device_tier import PromptKeys
     from cluster.scheduling.event import TokenEvent
+    from cluster.scheduling.planner import PlanDraft
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import SchedulerConfig
 
@@ -56,6 +57,8 @@ class PreparedPrompt(NamedTuple):
 
 class Scheduler:
     """Decides which sequences run on which blocks, and when they end."""
+
+    max_plans_in_flight = MAX_PLANS_IN_FLIGHT
 
     def __init__(
         self,
@@ -251,9 +254,9 @@ class Scheduler:
 
         Requests that it starts have started at `now_s`.
         """
-        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT or self._recovery.needs_repair:
+        if len(self._in_flight) == self.max_plans_in_flight or self._recovery.needs_repair:
             return None
-        draft = self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
+        draft = self._draft_plan()
         if draft.is_empty:
             return None
         plan = draft.build_plan()
@@ -388,6 +391,9 @@ class Scheduler:
             num_nonfinite_sequences=self.num_nonfinite_sequences,
             **self._kv.counts(),
         )
+
+    def _draft_plan(self) -> PlanDraft:
+        return self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""

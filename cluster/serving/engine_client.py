@@ -10,7 +10,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from cluster.engine.embedder import Embedder
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.engines import EmbeddingEngine, Engine, GenerationEngine
 from pagedray.errors import EngineError, InternalError, StalledReaderError
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from cluster.engine.controller import Controller
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.serving.buffers import OutputBuffer
     from pagedray.errors import PagedRayError
     from pagedray.request import Request
@@ -52,12 +51,10 @@ class EngineClient:
         self._embedding_engine: EmbeddingEngine | None = None
         self._streams: dict[str, EngineStream] = {}
 
-    def attach_engine(self, engine: Controller | Embedder) -> None:
-        """Submit requests to `engine`, of either kind."""
-        if isinstance(engine, Embedder):
-            self.attach_embedding_engine(engine)
-        else:
-            self.attach_generation_engine(engine)
+    def attach_engine(self, engine: EngineLoop) -> None:
+        """Submit requests of its model's kind to `engine`."""
+        self.attach_embedding_engine(engine)
+        self.attach_generation_engine(engine)
 
     def attach_generation_engine(self, engine: GenerationEngine) -> None:
         """Submit generation requests to `engine`, which publishes its events here."""

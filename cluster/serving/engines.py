@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.engine.stats import EngineStats
     from pagedray.errors import EngineError
     from pagedray.request import Request
@@ -42,7 +42,7 @@ class Engine(Protocol):
 class EmbeddingEngine(Engine, Protocol):
     """An engine of a model that embeds."""
 
-    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request. Raises OverloadedError or EngineError."""
         ...
 

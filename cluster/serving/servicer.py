@@ -46,7 +46,7 @@ from pagedray.errors import (
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.serving.auth import Tenant
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
@@ -520,7 +520,7 @@ class PoolingCalls:
                 self._admission.check_phase()
                 request = replace(request, weight=tenant.weight)
                 call.task = embedding = EmbeddingCall(
-                    self._client.embedding_engine.submit_request(request)
+                    self._client.embedding_engine.submit_texts(request)
                 )
                 watch.note_open("")
                 vectors = await embedding.vectors(given.deadline_s)

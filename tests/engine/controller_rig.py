@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.engine.controller import Controller
 from cluster.engine.crash_search import DeathBudget
+from cluster.engine.engine_loop import EngineLoop
 from pagedray.config import EngineConfig
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ class Rig:
         budget = DeathBudget(
             max_barren=5, barren_s=0.0, first_pause_s=first_pause_s, max_pause_s=first_pause_s
         )
-        self.controller = Controller(
+        self.controller = EngineLoop(
             config(), self.executor, self.sink, death_budget=budget, clock=clock
         )
 

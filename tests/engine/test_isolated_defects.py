@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.local_executor import LocalExecutor
 from cluster.scheduling.device_tier import DeviceTier
@@ -49,7 +49,7 @@ class Rig:
         config = engine_config(TINY_LLAMA, options)
         self._num_runs = 0
         self.sink = RecordingSink()
-        self.engine = Controller(
+        self.engine = EngineLoop(
             config, LocalExecutor(config, lambda what, fraction: None), self.sink
         )
         self.engine.start_steps()

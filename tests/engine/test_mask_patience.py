@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.controller import MaskPatience
+from cluster.engine.engine_loop import MaskPatience
 
 
 def test_the_wait_follows_the_duration_of_steps_within_bounds() -> None:

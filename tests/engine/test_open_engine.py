@@ -40,8 +40,7 @@ def test_ranks_end_if_the_engine_cannot_be_made(
     def fail(*_: object) -> None:
         raise MemoryError
 
-    name = "Embedder" if task == "embed" else "Controller"
-    monkeypatch.setattr(f"cluster.engine.open_engine.{name}", fail)
+    monkeypatch.setattr("cluster.engine.open_engine.EngineLoop", fail)
     with pytest.raises(MemoryError):
         open_engine(
             config,

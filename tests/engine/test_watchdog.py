@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.engine import rank_monitor
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.executor import RankHealth
 from cluster.engine.local_executor import LocalExecutor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pagedray.batch import EmbedPlan, StepPlan
+    from pagedray.batch import StepPlan
     from pagedray.config import EngineConfig
     from workers.worker import PendingStep, Worker
 
@@ -42,7 +42,7 @@ NOTICED_S = 10.0
 class Checks:
     """Calls a controller's check as its watchdog would."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: EngineLoop) -> None:
         controller._watchdog.stop()
         # A check may be running.
         controller._watchdog._thread.join()
@@ -75,7 +75,7 @@ class StuckWorker:
         self.is_stuck = threading.Event()
         self.may_continue = threading.Event()
 
-    def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         self.is_stuck.set()
         self.may_continue.wait()
         return self._worker.launch(plan)
@@ -91,7 +91,7 @@ class BrokenWorker:
         self._worker = worker
         self.may_continue = threading.Event()
 
-    def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         raise RuntimeError("a defect")
 
     def end_epoch(self) -> None:
@@ -243,7 +243,7 @@ def test_local_rank_that_hangs_is_noticed_and_ends_the_engine(
 ) -> None:
     settings, executor = local_executor()
     sink = RecordingSink()
-    controller = Controller(settings, executor, sink)
+    controller = EngineLoop(settings, executor, sink)
     controller.start_steps()
     checks = Checks(controller)
     # The kinds of steps become known.
@@ -284,7 +284,7 @@ def test_local_rank_that_hangs_while_it_starts_again_ends_the_engine(
     monkeypatch.setattr(rank_monitor, "_START_LIMITS", WatchLimits(first_s=0.5))
     sink = RecordingSink()
     executor._worker = broken = BrokenWorker(executor._worker)  # type: ignore[assignment]  # see above
-    controller = Controller(settings, executor, sink)
+    controller = EngineLoop(settings, executor, sink)
     controller.start_steps()
     sink.expect("a")
     controller.submit_request(request("a"))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.engine.stats import EngineStats
     from cluster.serving.auth import Authenticator
     from cluster.serving.calls.generation_call import GenerationCall
@@ -327,8 +327,8 @@ class FakeEncoder:
 
     def check_room(self, tenant: str, num_tokens: int) -> None: ...
 
-    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-        self.requests.append(request)
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        self.requests.append(texts)
         self.answers.append(Future())
         return self.answers[-1]
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.controller import Controller
 from cluster.engine.crash_search import CrashHandler, CrashSearch
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.rank_channels import DiskReports
 from cluster.engine.rank_places import PoolMemories
 from cluster.scheduling.device_tier import DeviceTier
@@ -276,7 +276,7 @@ PLANTED_BUGS = (
     ),
     _bug(
         "plans of dead ranks stay in flight",
-        Controller,
+        EngineLoop,
         "_begin_epoch",
         "self._in_flight.clear()",
         "pass",

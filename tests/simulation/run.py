@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.serving.engine_client import EngineClient
 from pagedray.config import CacheConfig, EngineConfig, SchedulerConfig
-from pagedray.errors import CapacityError, LethalRequestError, OverloadedError
+from pagedray.errors import CapacityError, LethalRequestError, OverloadedError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import unused_model
@@ -67,7 +67,7 @@ def run_scenario(scenario: Scenario) -> Outcome:
         logging.disable(logging.NOTSET)
 
 
-class _WatchedController(Controller):
+class _WatchedController(EngineLoop):
     """A controller that keeps the error that ended it."""
 
     cause: Exception | None = None
@@ -75,11 +75,11 @@ class _WatchedController(Controller):
     chance_deaths: Counter[str]
     """By request, the deaths by chance while it ran alone."""
 
-    def _note_death(self) -> bool:
+    def _replace_ranks(self, error: WorkerError) -> None:
         lengths = self._scheduler.in_flight_lengths()
         if len(lengths) == 1 and not self.ranks.is_killed:
             self.chance_deaths.update(list(lengths))
-        return super()._note_death()
+        super()._replace_ranks(error)
 
     def _break_down(self, error: Exception) -> None:
         self.cause = error

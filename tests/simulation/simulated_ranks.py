@@ -23,7 +23,7 @@ from tests.simulation.simulated_rank import SimulatedRank
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.batch import DiskReport, EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
     from tests.simulation.scenario import FaultPlan, Scenario
     from tests.simulation.world import World
 
@@ -122,9 +122,6 @@ class SimulatedRanks(Executor):
                 lambda: any(rank.controller_end.has_news for rank in self._ranks),
                 min(rank.controller_end.hang_s for rank in self._ranks),
             )
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        raise AssertionError("These ranks have a decoder.")
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth()

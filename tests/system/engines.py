@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.batch import StepOutput
 from tests.system.server_process import TINY_LLAMA
@@ -50,7 +50,7 @@ def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
 def kill_after_steps(llm: LLM, num_steps: int, victims: Sequence[psutil.Process]) -> None:
     """Have ranks killed once the output of so many more steps has arrived."""
     engine = llm._engine
-    assert isinstance(engine, Controller)
+    assert isinstance(engine, EngineLoop)
     executor = engine._executor
     collect = executor.collect_output
     num_left = num_steps
@@ -95,7 +95,7 @@ def hold_steps(
 ) -> None:
     """Have the engine wait before it takes the output of each step."""
     engine = llm._engine
-    assert isinstance(engine, Controller)
+    assert isinstance(engine, EngineLoop)
     executor = engine._executor
     collect = executor.collect_output
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.batch import StepMasks, StepOutput, StepPlan
+from pagedray.batch import StepMasks, StepOutput
 
 if TYPE_CHECKING:
-    from pagedray.batch import EmbedPlan
+    from pagedray.batch import StepPlan
 
 __all__ = ["CopyingStep", "CopyingWorker"]
 
@@ -37,7 +37,7 @@ class CopyingWorker:
     def __init__(self) -> None:
         self.steps: list[CopyingStep] = []
 
-    def launch(self, plan: StepPlan | EmbedPlan) -> CopyingStep:
+    def launch(self, plan: StepPlan) -> CopyingStep:
         self.steps.append(CopyingStep(plan.step))
         return self.steps[-1]
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import TYPE_CHECKING
 
 from pagedray.batch import ControllerMessage, Shutdown, StepOutput, StepPlan, WorkerMessage
 from pagedray.channel import ControllerChannel, WorkerChannel
 from pagedray.rank_progress import ProgressWord
 from tests.workers.copying_steps import CopyingStep, CopyingWorker
 from workers.rank_lifecycle import RankLog, serve_steps
-
-if TYPE_CHECKING:
-    from pagedray.batch import EmbedPlan
 
 TIMEOUT_S = 60.0
 
@@ -39,7 +35,7 @@ class PreparingWorker(CopyingWorker):
         self.events.append("part")
         return True
 
-    def launch(self, plan: StepPlan | EmbedPlan) -> CopyingStep:
+    def launch(self, plan: StepPlan) -> CopyingStep:
         """Launch a step whose copies have ended."""
         self.events.append(f"step {plan.step}")
         launched = super().launch(plan)

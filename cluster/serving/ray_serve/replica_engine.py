@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     from ray.util.placement_group import PlacementGroup
 
-    from cluster.engine.controller import Controller
-    from cluster.engine.embedder import Embedder
+    from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.open_engine import MakeExecutor
     from cluster.serving.ray_serve.options import ServeArguments
     from cluster.serving.server_info import ServerLoads
@@ -58,7 +57,7 @@ _MAX_TICK_S = 15.0
 
 
 class ReplicaEngine:
-    """A servicer, its controller or embedder, and their ranks."""
+    """A servicer, its engine, and the ranks."""
 
     def __init__(self, arguments: ServeArguments, config: EngineConfig) -> None:
         self.config = config
@@ -81,7 +80,7 @@ class ReplicaEngine:
         self._watch = ProgressWatch(
             stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
         )
-        self._engine: Controller | Embedder | None = None
+        self._engine: EngineLoop | None = None
         self._frozen = ExitStack()
         # Last, because a constructor that raises is not closed.
         self._log = ExitStack()

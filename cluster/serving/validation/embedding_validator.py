@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, get_args
 
-from cluster.engine.embedding_job import EmbeddingRequest
+from cluster.engine.embedding_scheduler import EmbeddingRequest
 from cluster.serving.inputs import check_model_name
 from cluster.serving.validation.call_checks import check_truncation, truncated
 from cluster.serving.validation.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens

@@ -6,7 +6,7 @@ import asyncio
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from cluster.engine.embedding_job import EmbeddingRequest
+from cluster.engine.embedding_scheduler import EmbeddingRequest
 from cluster.serving.inputs import check_model_name
 from cluster.serving.validation.prompt_reader import (
     DEFAULT_INSTRUCTION,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -34,10 +34,10 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 class FakeEncoder(FakeEngine):
     """Embeds each text as its first token and its length."""
 
-    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:  # type: ignore[override]  # an encoder's
-        rows = [[ids[0], len(ids), 0.1, *[0.5] * (HIDDEN_SIZE - 3)] for ids in request.texts]
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        rows = [[ids[0], len(ids), 0.1, *[0.5] * (HIDDEN_SIZE - 3)] for ids in texts.texts]
         future: Future[NDArray[np.float32]] = Future()
-        future.set_result(np.array(rows, dtype=np.float32)[:, : request.size])
+        future.set_result(np.array(rows, dtype=np.float32)[:, : texts.size])
         return future
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.engine.stats import EngineStats
     from cluster.serving.text.tokenizer import Tokenizer
     from tests.serving.conftest import Server
@@ -161,12 +161,12 @@ class FakeEncoder:
     def error(self) -> None:
         return None
 
-    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-        self.submitted.append(request)
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        self.submitted.append(texts)
         answer: Future[NDArray[np.float32]] = Future()
-        if request.deadline_s is None:
-            vectors = np.ones((len(request.texts), request.size), np.float32)
-            vectors[:, 0] = [len(text) for text in request.texts]
+        if texts.deadline_s is None:
+            vectors = np.ones((len(texts.texts), texts.size), np.float32)
+            vectors[:, 0] = [len(each) for each in texts.texts]
             answer.set_result(vectors)
         return answer
 

@@ -73,10 +73,10 @@ PROGRAM = """
 import sys
 from cluster.cli import exit_guard
 from cluster.cli.commands import main
-from cluster.engine import step_loop
+from cluster.engine import engine_loop
 from cluster.scheduling.scheduler import Scheduler
 
-step_loop._FATAL_STALL_S = 2.0
+engine_loop._FATAL_STALL_S = 2.0
 guard = exit_guard._guard
 exit_guard._guard = lambda engine, loop, limit_s: guard(engine, loop, 5.0)
 schedule = Scheduler.schedule

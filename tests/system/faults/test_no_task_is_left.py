@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import make_executor
 from cluster.serving.engine_client import EngineClient
@@ -32,7 +32,7 @@ NUM_READ = 4
 class Served:
     """Frontends, and the engine behind them."""
 
-    def __init__(self, frontends: Frontends, controller: Controller) -> None:
+    def __init__(self, frontends: Frontends, controller: EngineLoop) -> None:
         self.frontends = frontends
         self.controller = controller
 
@@ -47,7 +47,7 @@ async def served() -> AsyncIterator[Served]:
     options = FrontendOptions(host="127.0.0.1", grpc_port=0, http_port=0)
     frontends = Frontends(client, tokenizer, config, options)
     executor = make_executor(config, lambda what, fraction: None)
-    controller = Controller(config, executor, client)
+    controller = EngineLoop(config, executor, client)
     controller.start_steps()
     client.attach_generation_engine(controller)
     await frontends.start_servers()

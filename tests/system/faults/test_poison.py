@@ -10,7 +10,7 @@ from typing import Literal
 import psutil
 import pytest
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import open_engine
 from pagedray.batch import StepPlan
@@ -34,7 +34,7 @@ class Rig:
         engine = open_engine(
             engine_config(str(folder), options), self.sink, lambda what, fraction: None
         )
-        assert isinstance(engine, Controller)
+        assert isinstance(engine, EngineLoop)
         self.engine = engine
 
     def submit(self, name: str, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> None:

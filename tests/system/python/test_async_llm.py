@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pagedray
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.llm.generation import BeamSearchOutput, Generation
 from pagedray import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from pagedray.errors import (
@@ -141,7 +141,7 @@ def test_requests_at_once_share_steps(
 
     # The engine waits until it has all of them, which may take the event loop long.
     controller = engine._engine
-    assert isinstance(controller, Controller)
+    assert isinstance(controller, EngineLoop)
     submit = controller.submit_request
     has_all = threading.Event()
     num_submitted = 0

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.engine.controller import Controller
+from cluster.engine.engine_loop import EngineLoop
 from cluster.llm.prompts import SaltedPrompt, SampledPrompt
 from pagedray import LLM, FinishReason, SamplingParams
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
@@ -72,7 +72,7 @@ def test_longest_requests_begin_first_and_few_run_at_once(
 ) -> None:
     monkeypatch.setattr("cluster.llm.runner._NUM_LEAST", 2)
     engine = llm._engine
-    assert isinstance(engine, Controller)
+    assert isinstance(engine, EngineLoop)
     submit, begun, most = engine.submit_request, list[int](), list[int]()
 
     def note(request: Request) -> None:
@@ -156,7 +156,7 @@ def test_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
 def test_stream_waits_until_the_queue_has_room(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "".join(llm.stream("class Queue:\n", SAMPLED))
     engine = llm._engine
-    assert isinstance(engine, Controller)
+    assert isinstance(engine, EngineLoop)
     submit = engine.submit_request
     num_rejected = 0
 
@@ -243,7 +243,7 @@ def test_bad_prompt_far_behind_good_ones_ends_those_that_run(
 ) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     engine = llm._engine
-    assert isinstance(engine, Controller)
+    assert isinstance(engine, EngineLoop)
     abort, has_aborted = engine.abort_request, threading.Event()
 
     def note_abort(request_id: str) -> None:
@@ -317,7 +317,7 @@ def tokens_of(roomy_llm: LLM, requests: Sequence[Request]) -> list[list[tuple[in
     }
     num_open = sum(len(one.open_indices) for one in requests)
     for one in requests:
-        roomy_llm._controller.submit_request(one)
+        roomy_llm._open_engine.submit_request(one)
     while num_open:
         for event in buffer.take_events():
             gained[event.request_id][event.index] += event.token_ids

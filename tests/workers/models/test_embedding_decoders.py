@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM
 
 from cluster.engine.engine_options import EngineOptions, engine_config
-from pagedray.batch import EmbedPlan, Pooling
+from pagedray.batch import Pooling, StepPlan, TextBatch
 from pagedray.errors import CheckpointError, StartupError
 from tests.workers.models.encoder_reference import (
     save_bert,
@@ -66,7 +66,8 @@ def vectors(
     worker = EmbeddingWorker(engine_config(folder, options), SoloGroup())
     worker.load_weights(lambda done, total: None)
     worker.allocate_cache(0, 0)
-    output = worker.launch(EmbedPlan(0, texts(), pooling, is_normalized=is_normalized)).output()
+    batch = TextBatch(texts(), pooling, is_normalized=is_normalized)
+    output = worker.launch(StepPlan(0, [], texts=batch)).output()
     worker.close()
     flat = np.frombuffer(output.vectors, dtype=np.float32)
     return torch.from_numpy(flat.copy()).view(len(texts()), -1)

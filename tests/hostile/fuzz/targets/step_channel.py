@@ -10,12 +10,12 @@ from pagedray.batch import (
     BlockCopy,
     ControllerMessage,
     Decodes,
-    EmbedPlan,
     SequencePlan,
     SequenceStart,
     StepMasks,
     StepOutput,
     StepPlan,
+    TextBatch,
     WorkerMessage,
     pack_token_ids,
 )
@@ -70,7 +70,7 @@ _PLAN = StepPlan(
 _MESSAGES = (
     (0, _PLAN),
     (0, StepMasks(step=3, words=b"\x01\x00\x00\x00")),
-    (0, EmbedPlan(step=1, token_ids=[[1, 2]], pooling="mean", is_normalized=True)),
+    (0, StepPlan(1, [], texts=TextBatch([[1, 2]], pooling="mean", is_normalized=True))),
     (1, StepOutput(step=3, token_ids=[9])),
 )
 
