@@ -143,7 +143,6 @@ class MatcherHandle:
             reasoning=request.reasoning,
             mark="" if structure is None else structure.mark,
             has_text_before_mark=structure is not None and structure.kind == "calls",
-            tenant=grammar.tenant,
             reasoning_budget=sampling.thinking_token_budget,
         )
         self._num_prompt_tokens = len(request.prompt_token_ids)

@@ -1,12 +1,14 @@
 """The process that makes masks: a fork of the compiler process, which cannot harm the replica.
 
-It has two sockets. On one it gets queries, which several threads answer, since xgrammar releases
-the GIL. On the other it gets grammars at the same time. It exits when either closes, or when a mask
-takes too long or all memory.
+The process gets queries on one socket and grammars on another. Several threads answer queries,
+since xgrammar releases the GIL. A thread inside xgrammar cannot be interrupted, so a thread with a
+costly mask continues at low priority while another thread takes its place. The process exits when a
+socket closes, or when a mask takes too long or all memory.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 import resource
 import signal
@@ -16,6 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from cluster.structured.child_process import (
     has_unread_bytes,
@@ -24,17 +27,12 @@ from cluster.structured.child_process import (
     read_message,
     write_frame,
 )
-from cluster.structured.mask_work import (
-    CHECK_INTERVAL_S,
-    MaskJob,
-    MaskWork,
-    SequenceMatcher,
-    TenantCpuBudgets,
-)
 from cluster.structured.messages import (
+    REJECTED_TOKEN,
     GrammarLoaded,
     LoadFailed,
     LoadGrammar,
+    MadeMask,
     MaskReply,
     StepQuery,
 )
@@ -44,18 +42,36 @@ from cluster.structured.token_matchers import (
     ReasoningBudget,
     ReasoningMatcher,
 )
+from pagedray.machine import lower_priority
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable, Iterable, Sequence
 
-    from cluster.structured.messages import MadeMask, MaskQuery, MatcherStart
+    from numpy.typing import NDArray
+
+    from cluster.structured.messages import MaskQuery, MatcherStart
     from cluster.structured.token_matchers import TextMatcher, TokenMatcher
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
-__all__ = ["serve_masks"]
+__all__ = ["MaskJob", "MaskWork", "SequenceMatcher", "allowed_cpu_s", "serve_masks"]
 
 _MAX_THREADS = 8
+_NUM_COSTLY_THREADS = 2
+_COSTLY_S = 0.005
+"""CPU time of a mask that continues at low priority, even if no step waits for others."""
+_NICENESS = 10
+"""Priority of costly masks, for which no step waits; they still get a tenth of a busy core."""
+_CHECK_INTERVAL_S = 0.05
+"""Time between two checks of the limits of masks that are being made."""
 _CHECKS_PER_REPORT = 20
+_BASE_CPU_S = 0.5
+"""CPU time that a sequence may take for its masks, in addition to that of its tokens."""
+_TOKEN_CPU_S = 0.01
+"""CPU time that each token allows."""
+_REPLAYED_TOKEN_CPU_S = 0.0001
+"""CPU time that a replayed token allows, in addition to the sequence's earlier time."""
 
 
 def serve_masks(
@@ -66,8 +82,8 @@ def serve_masks(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     server = _MaskServer(library, masks)
     limit_memory(memory_bytes)
-    for serve in (lambda: _serve_grammars(grammars, server), server.watch):
-        threading.Thread(target=serve, daemon=True).start()
+    _start_thread(lambda: _serve_grammars(grammars, server))
+    _start_thread(server.watch)
     try:
         while True:
             server.answer(read_message(masks, StepQuery))
@@ -94,6 +110,10 @@ def _load_next(connection: socket.socket, server: _MaskServer) -> GrammarLoaded 
         return LoadFailed(text, is_out_of_memory(error))
 
 
+def _start_thread(run: Callable[[], object]) -> None:
+    threading.Thread(target=run, daemon=True).start()
+
+
 class _MaskServer:
     """The loaded grammars and the matchers of sequences."""
 
@@ -103,8 +123,13 @@ class _MaskServer:
         # Any: the library's own type.
         self._grammars: dict[int, Any] = {}
         """None for grammars that allow every token."""
+        self._last_s: dict[int, float] = {}
+        """CPU time of the last mask of each grammar."""
+        self._sequence_ids: set[int] = set()
+        """Sequences that have not ended."""
         self._matchers: dict[int, SequenceMatcher] = {}
-        self._budgets = TenantCpuBudgets()
+        self._lock = threading.Lock()
+        """Held to change the two fields above."""
         self._work = MaskWork(min(_MAX_THREADS, len(os.sched_getaffinity(0))), self._send)
         self._limit_s = 0.0
         self._send_lock = threading.Lock()
@@ -127,16 +152,14 @@ class _MaskServer:
         """Make masks and send the quick masks. Raises OSError, MemoryError or RuntimeError."""
         self._limit_s = step.limit_s
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
-        self._work.cancel(step.ended_sequence_ids)
-        self._budgets.remove_sequences(step.ended_sequence_ids)
-        for sequence_id in step.ended_sequence_ids:
-            self._matchers.pop(sequence_id, None)
-        for query in step.queries:
-            if query.start is not None:
-                self._budgets.add_sequence(query.sequence_id, query.start.tenant)
-        self._budgets.begin_step(query.sequence_id for query in step.queries)
+        with self._lock:
+            self._sequence_ids.difference_update(step.ended_sequence_ids)
+            self._sequence_ids.update(one.sequence_id for one in step.queries if one.start)
+            for sequence_id in step.ended_sequence_ids:
+                self._matchers.pop(sequence_id, None)
         self._remove_grammars(step.ended_grammar_ids)
-        made = self._work.make_masks([self._job(query) for query in step.queries], step.patience_s)
+        jobs = [MaskJob(query, self._make, self._expected_s(query)) for query in step.queries]
+        made = self._work.make_masks(jobs, step.patience_s)
         if made:
             self._send(made)
 
@@ -147,7 +170,7 @@ class _MaskServer:
         """
         try:
             for number in count():
-                time.sleep(CHECK_INTERVAL_S)
+                time.sleep(_CHECK_INTERVAL_S)
                 is_idle = self._work.is_idle
                 # The kernel's limit, for a mask that keeps the GIL from this thread.
                 signal.setitimer(signal.ITIMER_REAL, 0.0 if is_idle else self._limit_s)
@@ -183,17 +206,49 @@ class _MaskServer:
     def _remove_grammars(self, grammar_ids: list[int]) -> None:
         for grammar_id in grammar_ids:
             self._grammars.pop(grammar_id, None)
+            self._last_s.pop(grammar_id, None)
 
-    def _job(self, query: MaskQuery) -> MaskJob:
+    def _expected_s(self, query: MaskQuery) -> float:
+        if query.start is not None:
+            return self._last_s.get(query.start.grammar_id, 0.0)
         matcher = self._matchers.get(query.sequence_id)
-        budget = self._budgets.budget_of(query.sequence_id)
-        return MaskJob(
-            query,
-            self._budgets.tenant_of(query.sequence_id),
-            self._matcher_of,
-            num_words=self._library.num_mask_words,
-            expected_s=budget.last_mask_s if matcher is None else matcher.last_cpu_s,
+        return 0.0 if matcher is None else matcher.last_cpu_s
+
+    def _make(self, query: MaskQuery) -> MadeMask | None:
+        """Return a mask, or None if its sequence has ended. Raises MemoryError or RuntimeError."""
+        matcher = self._matcher_of(query)
+        if matcher is None:
+            return None
+        words = np.zeros((1, self._library.num_mask_words), dtype=np.int32)
+        end = matcher.write_mask(query.token_ids, words, 0)
+        self._last_s[matcher.grammar_id] = matcher.last_cpu_s
+        return MadeMask(
+            query.sequence_id,
+            matcher.cpu_s,
+            matcher.last_cpu_s,
+            words.tobytes() if end is None else b"",
+            end,
+            matcher.error if end is FinishReason.ERROR else "",
+            is_free=end is None and matcher.is_free,
         )
+
+    def _matcher_of(self, query: MaskQuery) -> SequenceMatcher | None:
+        """Return the matcher of a sequence, or None if the sequence or its grammar has ended."""
+        start = query.start
+        if start is None:
+            return self._matchers.get(query.sequence_id)
+        try:
+            compiled = self._grammars[start.grammar_id]
+        except KeyError:
+            # The end of the sequence is sent later, since it comes with queries only.
+            return None
+        vocab_size = self._library.vocab_size
+        matcher = SequenceMatcher(self._turn_matcher(compiled, start), start, vocab_size)
+        with self._lock:
+            if query.sequence_id not in self._sequence_ids:
+                return None
+            self._matchers[query.sequence_id] = matcher
+        return matcher
 
     # Any: the library's own type.
     def _turn_matcher(self, compiled: Any, start: MatcherStart) -> TokenMatcher:
@@ -220,21 +275,279 @@ class _MaskServer:
             matcher, start.reasoning, self._library.index, eos_token_ids=start.eos_token_ids
         )
 
-    def _matcher_of(self, query: MaskQuery) -> SequenceMatcher | None:
-        """Return the matcher of a sequence, or None if its grammar was removed."""
-        if query.start is not None:
+
+class MaskWork:
+    """Makes masks in threads of its own, the cheapest first, and costly masks at low priority."""
+
+    def __init__(self, num_threads: int, send: Callable[[list[MadeMask]], None]) -> None:
+        """`send` gets masks that `make_masks` did not wait for."""
+        self._send = send
+        self._lock = threading.Lock()
+        """Held to access everything below."""
+        self._has_quick = threading.Condition(self._lock)
+        self._has_costly = threading.Condition(self._lock)
+        self._has_made = threading.Condition(self._lock)
+        """Notified when all masks that `make_masks` waits for are made."""
+        self._numbers = count()
+        self._quick: list[tuple[float, int, MaskJob]] = []
+        self._costly: list[tuple[float, int, MaskJob]] = []
+        self._running: dict[int, MaskJob] = {}
+        """Jobs by the thread that runs them."""
+        self._awaited: list[MaskJob] = []
+        """The masks that `make_masks` waits for."""
+        self._num_awaited = 0
+        """How many of them are not made yet."""
+        # A thread started later might find no memory for its stack.
+        all_run = threading.Barrier(num_threads + _NUM_COSTLY_THREADS + 1)
+        for _ in range(num_threads):
+            _start_thread(lambda: self._make_quick(all_run))
+        for _ in range(_NUM_COSTLY_THREADS):
+            _start_thread(lambda: self._make_costly(all_run))
+        all_run.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all masks are made."""
+        return not (self._running or self._quick or self._costly)
+
+    def make_masks(self, jobs: Sequence[MaskJob], patience_s: float) -> list[MadeMask]:
+        """Return the finished masks once all quick masks are made, or after `patience_s`."""
+        with self._lock:
+            for job in jobs:
+                job.is_alone = len(jobs) == 1 and self.is_idle
+                if job.expected_s <= patience_s / 2:
+                    self._awaited.append(job)
+                    heapq.heappush(self._quick, (job.expected_s, next(self._numbers), job))
+                    self._has_quick.notify()
+                else:
+                    job.is_costly = True
+                    heapq.heappush(self._costly, (0.0, next(self._numbers), job))
+                    self._has_costly.notify()
+            quick, self._num_awaited = self._awaited, len(self._awaited)
+            self._has_made.wait_for(lambda: not self._num_awaited, patience_s)
+            self._awaited, self._num_awaited = [], 0
+            self._set_aside(patience_s / 2)
+            return _made(quick)
+
+    def check_limits(self) -> list[MadeMask]:
+        """Return how sequences with overlong masks end, and the masks not returned yet.
+
+        It returns nothing if no mask takes too long.
+        """
+        with self._lock:
+            self._set_aside(_COSTLY_S)
+            offenders = [
+                job.failed(f"its mask took {job.cpu_s:.2f} s of CPU time")
+                for job in self._running.values()
+                if job.is_over
+            ]
+            return [*_made(self._awaited), *offenders] if offenders else []
+
+    def _set_aside(self, allowed_s: float) -> None:
+        """Continue masks that have taken `allowed_s` at low priority, while others run."""
+        for thread_id, job in self._running.items():
+            if job.is_costly or job.cpu_s <= allowed_s:
+                continue
             try:
-                compiled = self._grammars[query.start.grammar_id]
-            except KeyError:
-                # The end of the sequence is sent later, since it comes with queries only.
-                return None
-            self._matchers[query.sequence_id] = SequenceMatcher(
-                self._turn_matcher(compiled, query.start),
-                query.start,
-                self._library.vocab_size,
-                lambda: self._budgets.budget_of(query.sequence_id),
+                # In its place, since a thread cannot raise its priority again.
+                _start_thread(lambda: self._make_quick(None))
+            except (RuntimeError, MemoryError):
+                return
+            job.is_costly = True
+            lower_priority(thread_id, _NICENESS)
+
+    def _make_quick(self, all_run: threading.Barrier | None) -> None:
+        if all_run is not None:
+            all_run.wait()
+        while not self._make_next(self._quick, self._has_quick).is_costly:
+            pass
+
+    def _make_costly(self, all_run: threading.Barrier) -> None:
+        all_run.wait()
+        lower_priority(threading.get_native_id(), _NICENESS)
+        while True:
+            self._make_next(self._costly, self._has_costly)
+
+    def _make_next(
+        self, queue: list[tuple[float, int, MaskJob]], has_jobs: threading.Condition
+    ) -> MaskJob:
+        """Make a mask, and send it unless `make_masks` returns it."""
+        thread_id = threading.get_native_id()
+        with self._lock:
+            has_jobs.wait_for(lambda: queue)
+            *_, job = heapq.heappop(queue)
+            self._running[thread_id] = job
+        try:
+            made = job.make()
+        except BaseException as error:
+            if job.is_alone and is_out_of_memory(error):
+                self._send([job.failed("its mask ran out of memory")])
+            # The cause may be another sequence; the client finds it.
+            os._exit(1)
+        with self._lock:
+            job.made = made
+            del self._running[thread_id]
+            is_awaited = job in self._awaited
+            self._num_awaited -= is_awaited
+            if is_awaited and not self._num_awaited:
+                self._has_made.notify()
+        if made is not None and not is_awaited:
+            self._send([made])
+        return job
+
+
+def _made(jobs: Iterable[MaskJob]) -> list[MadeMask]:
+    return [job.made for job in jobs if job.made is not None]
+
+
+class MaskJob:
+    """One mask to be made."""
+
+    def __init__(
+        self,
+        query: MaskQuery,
+        make: Callable[[MaskQuery], MadeMask | None],
+        expected_s: float = 0.0,
+    ) -> None:
+        """`make` returns None for a sequence that has ended. `expected_s` is the CPU time."""
+        self.expected_s = expected_s
+        self.made: MadeMask | None = None
+        self.is_costly = False
+        """Whether its thread has low priority."""
+        self.is_alone = False
+        """Whether no other mask was to be made when it was requested."""
+        self._query = query
+        self._make = make
+        self._clock: int | None = None
+        self._began_s = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """The CPU time taken so far."""
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock) - self._began_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the mask takes too long."""
+        return self.cpu_s > _BASE_CPU_S + allowed_cpu_s(self._query)
+
+    def make(self) -> MadeMask | None:
+        """Make the mask in the calling thread, unless its sequence has ended."""
+        self._began_s = time.thread_time()
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        return self._make(self._query)
+
+    def failed(self, error: str) -> MadeMask:
+        """Return the end of its sequence, which ends the process, too."""
+        return MadeMask(
+            self._query.sequence_id,
+            0.0,
+            0.0,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            is_offender=True,
+        )
+
+
+def allowed_cpu_s(query: MaskQuery) -> float:
+    """Return the CPU time that the tokens of a query allow.
+
+    To replay tokens to a new process takes 1 to 5 us each, or, for an ambiguous grammar, about as
+    long as they took the first time, most of which is not making masks.
+    """
+    if query.start is None:
+        return _TOKEN_CPU_S * len(query.token_ids)
+    return _REPLAYED_TOKEN_CPU_S * len(query.token_ids) + query.start.cpu_s
+
+
+class SequenceMatcher:
+    """Follows one sequence through its grammar, within limits of CPU time."""
+
+    def __init__(self, matcher: TokenMatcher, start: MatcherStart, vocab_size: int) -> None:
+        self.grammar_id = start.grammar_id
+        self._matcher = matcher
+        self._min_tokens = start.min_tokens
+        self._num_tokens = 0
+        has_eos = start.ignores_eos and start.eos_token_ids
+        self._eos = _bits(start.eos_token_ids, vocab_size) if has_eos else None
+        self._early = (
+            _bits((*start.eos_token_ids, *start.stop_token_ids), vocab_size)
+            if start.min_tokens
+            else None
+        )
+        self._was_queried = False
+        self.cpu_s = start.cpu_s
+        """CPU time taken in total."""
+        self.last_cpu_s = 0.0
+        """CPU time of the last mask."""
+        self._finish_reason: FinishReason | None = None
+        self.error = ""
+        """Why the sequence ended with an error; empty if it did not."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the sequence needs no other mask: every token is allowed from here on."""
+        is_long = self._num_tokens >= self._min_tokens
+        return is_long and self._eos is None and self._matcher.is_free
+
+    def write_mask(
+        self, token_ids: list[int], masks: NDArray[np.int32], row: int
+    ) -> FinishReason | None:
+        """Accept tokens and write the mask of the next token, or return how the sequence ends.
+
+        `masks` is `[num_rows, ceil(vocab_size / 32)]`; the row is all zero. Raises only errors of
+        memory, which another sequence may have caused.
+        """
+        if self._finish_reason is not None:
+            return self._finish_reason
+        started_s = time.thread_time()
+        try:
+            found = self._next(token_ids, masks, row)
+        # Whatever the library raises for one grammar must not affect the others.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            found = self._failed(f"the grammar failed: {error!r:.200}")
+        took_s = time.thread_time() - started_s
+        # Replayed tokens were charged before.
+        cpu_s = self.cpu_s + took_s if self._was_queried else max(self.cpu_s, took_s)
+        self.last_cpu_s, self.cpu_s = cpu_s - self.cpu_s, cpu_s
+        self._was_queried = True
+        if self.cpu_s > _BASE_CPU_S + _TOKEN_CPU_S * self._num_tokens:
+            found = self._failed(
+                f"its masks took {self.cpu_s:.2f} s of CPU time for {self._num_tokens} tokens"
             )
-            if not self._budgets.has_sequence(query.sequence_id):
-                # It has ended meanwhile.
-                return self._matchers.pop(query.sequence_id)
-        return self._matchers[query.sequence_id]
+        self._finish_reason = found
+        return found
+
+    def _next(
+        self, token_ids: list[int], masks: NDArray[np.int32], row: int
+    ) -> FinishReason | None:
+        for token_id in token_ids:
+            if not self._matcher.accept_token(token_id):
+                return self._failed(REJECTED_TOKEN)
+        self._num_tokens += len(token_ids)
+        self._matcher.write_mask(masks, row)
+        words = masks[row]
+        if self._eos is not None:
+            words &= ~self._eos
+        if not words.any():
+            if self._matcher.is_complete:
+                return FinishReason.STOP
+            return self._failed("the grammar allows no further token")
+        if self._early is not None and self._num_tokens < self._min_tokens:
+            later = words & ~self._early
+            # Where the grammar allows nothing but an end, it takes precedence over min_tokens.
+            if later.any():
+                words[:] = later
+        return None
+
+    def _failed(self, error: str) -> FinishReason:
+        self.error = error
+        return FinishReason.ERROR
+
+
+def _bits(token_ids: Iterable[int], size: int) -> NDArray[np.int32]:
+    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
+    bits[[token_id for token_id in token_ids if token_id < size]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

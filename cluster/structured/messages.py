@@ -115,8 +115,6 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
     """The beginning that the structure may have, such as a special token."""
     has_text_before_mark: bool = False
     """Whether free text may precede the mark."""
-    tenant: str = ""
-    """The tenant that pays for its masks with CPU budget."""
     reasoning_budget: int | None = None
     """Number of tokens after which the reasoning is ended; None does not limit it."""
 

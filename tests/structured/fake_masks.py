@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured import mask_work
-from cluster.structured.mask_process import serve_masks
+from cluster.structured import mask_process
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,10 +111,8 @@ class FakeMasks:
 if __name__ == "__main__":
     # One that holds the GIL would not notice the end of tests that are killed.
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
-    # A mask that waits for the test may have to wait long.
-    mask_work._MIN_SLEEP_S = 60.0
     if int(sys.argv[4]):
-        mask_work._NICENESS = mask_work._SLOW_NICENESS = 0
+        mask_process._NICENESS = 0
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
     library: Any = _Library()  # Any: a fake
-    serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))
+    mask_process.serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))
