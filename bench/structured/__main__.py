@@ -45,7 +45,7 @@ from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validation.validator import Validator
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
-from cluster.structured.vocabulary import Vocabulary, vocabulary_of
+from cluster.structured.token_matchers import Vocabulary, vocabulary_of
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure

@@ -37,7 +37,7 @@ from pagedray.machine import child_environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cluster.structured.vocabulary import Vocabulary
+    from cluster.structured.token_matchers import Vocabulary
     from pagedray.structure import Structure
 
 __all__ = ["StructureCompiler", "StructureCompilerClient"]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cluster.structured.vocabulary import Vocabulary
+from cluster.structured.token_matchers import Vocabulary
 from pagedray.reasoning import Reasoning
 from pagedray.request import FinishReason
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured.vocabulary import TokenIndex
+from cluster.structured.token_matchers import TokenIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from cluster.structured.vocabulary import Vocabulary
+    from cluster.structured.token_matchers import Vocabulary
 
 __all__ = ["GrammarMatcher", "XGrammarLibrary"]
 

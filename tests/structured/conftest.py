@@ -10,13 +10,13 @@ import pytest
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
-from cluster.structured.vocabulary import vocabulary_of
+from cluster.structured.token_matchers import vocabulary_of
 from cluster.structured.xgrammar_library import XGrammarLibrary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.structured.vocabulary import Vocabulary
+    from cluster.structured.token_matchers import Vocabulary
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 VOCAB_SIZE = 3072

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.structured.token_matchers import FreeMatcher, ReasoningBudget
-from cluster.structured.vocabulary import TokenIndex
+from cluster.structured.token_matchers import FreeMatcher, ReasoningBudget, TokenIndex
 from pagedray.reasoning import Reasoning
 
 TEXTS = ("", "<think>", "</think>", "</", "think", ">", "a", "b", "\n", "t")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.token_matchers import ReasoningMatcher
-from cluster.structured.vocabulary import Vocabulary
+from cluster.structured.token_matchers import ReasoningMatcher, Vocabulary
 from cluster.structured.xgrammar_library import XGrammarLibrary
 from pagedray.reasoning import AnswerHeader, Reasoning
 from pagedray.structure import Structure

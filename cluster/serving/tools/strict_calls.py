@@ -32,8 +32,8 @@ from cluster.structured.grammar.call_arguments import (
     LeadingCallsStructure,
     Notation,
 )
-from cluster.structured.grammar.free_text import Texts
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
+from cluster.structured.grammar.turn import Texts
 from pagedray.structure import Structure
 
 if TYPE_CHECKING:

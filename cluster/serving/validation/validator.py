@@ -41,7 +41,7 @@ from cluster.serving.validation.prompt_reader import (
 )
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import limits_for
-from cluster.structured.vocabulary import vocabulary_of
+from cluster.structured.token_matchers import vocabulary_of
 from pagedray.errors import InvalidRequestError, OutputLengthError, PromptLengthError
 from pagedray.field_checks import check_token_ids
 from pagedray.request import Request

@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 import msgspec
 
 from cluster.structured.grammar.expressions import (
+    BOOLEAN,
+    CONTENT,
+    ESCAPE,
+    JSON_RULES,
+    NULL,
+    SPACE,
+    STRING,
+    VALUE,
     Alternation,
     Characters,
     Concat,
@@ -23,25 +31,14 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     optional,
     replaced,
+    separated,
 )
-from cluster.structured.grammar.free_text import Texts, other_text, spaced, text_until
 from cluster.structured.grammar.json_schema import (
     members_in_order,
     read_json_schema,
     read_members,
 )
-from cluster.structured.grammar.json_text import (
-    BOOLEAN,
-    CONTENT,
-    ESCAPE,
-    JSON_RULES,
-    NULL,
-    SPACE,
-    STRING,
-    VALUE,
-    separated,
-)
-from cluster.structured.grammar.loops import counted_letters
+from cluster.structured.grammar.rewrites import counted_letters
 from cluster.structured.grammar.schema_keywords import (
     fail,
     finite_values,
@@ -51,7 +48,14 @@ from cluster.structured.grammar.schema_keywords import (
     types_of_value,
 )
 from cluster.structured.grammar.schema_strings import SchemaStrings
-from cluster.structured.grammar.turn import Grammar, under_prefix
+from cluster.structured.grammar.turn import (
+    Grammar,
+    Texts,
+    other_text,
+    spaced,
+    text_until,
+    under_prefix,
+)
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

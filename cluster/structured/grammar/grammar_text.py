@@ -4,16 +4,16 @@ import json
 
 from cluster.structured.grammar.call_arguments import read_calls, read_leading_calls
 from cluster.structured.grammar.expressions import (
+    JSON_RULES,
+    OBJECT,
     Alternation,
     Text,
     invalid_structure,
     write_ebnf,
 )
 from cluster.structured.grammar.json_schema import read_json_schema
-from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
-from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-from cluster.structured.grammar.shared_rules import inline_rules, with_shared_parts
+from cluster.structured.grammar.rewrites import inline_rules, with_loops_as_rules, with_shared_parts
 from cluster.structured.grammar.structural_tag import read_structural_tag
 from cluster.structured.grammar.turn import Grammar, read_messages, read_turn
 from pagedray.structure import Structure

@@ -10,8 +10,14 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from cluster.structured.grammar import json_text
 from cluster.structured.grammar.expressions import (
+    BOOLEAN,
+    COMMA,
+    JSON_RULES,
+    NULL,
+    SPACE,
+    STRING,
+    VALUE,
     Alternation,
     Concat,
     Expression,
@@ -19,10 +25,16 @@ from cluster.structured.grammar.expressions import (
     Rule,
     Text,
     optional,
+    separated,
     size_of,
+    surrounded,
 )
-from cluster.structured.grammar.json_text import COMMA, SPACE, VALUE, separated, surrounded
-from cluster.structured.grammar.loops import MAX_CHAIN, counted_letters
+from cluster.structured.grammar.rewrites import (
+    MAX_CHAIN,
+    counted_letters,
+    inline_rules,
+    with_shared_parts,
+)
 from cluster.structured.grammar.schema_keywords import (
     KEYWORDS,
     STANDALONE,
@@ -36,15 +48,14 @@ from cluster.structured.grammar.schema_keywords import (
     finite_values,
     is_found,
     is_within_limits,
+    load_schema,
     pointer_of,
     resolve,
     types_of,
     types_of_value,
 )
 from cluster.structured.grammar.schema_numbers import Multiples, number_of
-from cluster.structured.grammar.schema_rewrites import load_schema
 from cluster.structured.grammar.schema_strings import SchemaStrings
-from cluster.structured.grammar.shared_rules import inline_rules, with_shared_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +100,7 @@ class _SchemaReader:
 
     def __init__(self, root: object, plain_root: object) -> None:
         """`root` has fractions where `plain_root` has floats, which are written as they are."""
-        self.rules = dict(json_text.JSON_RULES)
+        self.rules = dict(JSON_RULES)
         self._strings = SchemaStrings(self.rules)
         self._multiples = Multiples(self.rules)
         self._root = root
@@ -226,9 +237,9 @@ class _SchemaReader:
     def _of_type(self, name: str, schema: Schema, path: str, depth: int) -> Expression:
         match name:
             case "null":
-                return json_text.NULL
+                return NULL
             case "boolean":
-                return json_text.BOOLEAN
+                return BOOLEAN
             case "integer" | "number":
                 return number_of(schema, path, self._multiples, is_integer=name == "integer")
             case "string":
@@ -332,7 +343,7 @@ class _SchemaReader:
     def _name(self, schema: Schema, path: str, depth: int) -> Expression:
         """Return the names of properties that propertyNames allows."""
         if not _restricts_names(schema):
-            return json_text.STRING
+            return STRING
         given, path = schema["propertyNames"], f"{path}/propertyNames"
         if not isinstance(given, dict):
             fail(path, "must be an object or true")

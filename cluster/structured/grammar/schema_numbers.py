@@ -8,8 +8,11 @@ from fractions import Fraction
 from math import ceil, floor, inf, nextafter
 from typing import TYPE_CHECKING
 
-from cluster.structured.grammar import json_text
 from cluster.structured.grammar.expressions import (
+    FRACTION,
+    INTEGER,
+    MORE_DIGITS,
+    NUMBER,
     Alternation,
     Characters,
     Concat,
@@ -70,7 +73,7 @@ def number_of(schema: Schema, path: str, multiples: Multiples, *, is_integer: bo
     has_multiples = "multipleOf" in schema
     limits = _RANGES.get(str(schema.get("format"))) if is_integer else None
     if not bounds and not has_multiples and limits in (None, _INT64):
-        return json_text.INTEGER if is_integer else json_text.NUMBER
+        return INTEGER if is_integer else NUMBER
     low, is_low_open = _closest(bounds, "minimum", "exclusiveMinimum", max)
     high, is_high_open = _closest(bounds, "maximum", "exclusiveMaximum", min)
     grid = Grid(0)
@@ -257,7 +260,7 @@ def _with_exponents(least: Fraction, most: Fraction) -> list[Expression]:
             mantissa = Alternation(tuple(_magnitudes(low, high, writer)))
             parts.append(Concat((mantissa, _exponents(exponent, exponent))))
     if last - first > 1:
-        parts.append(Concat((_NOT_ZERO, json_text.FRACTION, _exponents(first + 1, last - 1))))
+        parts.append(Concat((_NOT_ZERO, FRACTION, _exponents(first + 1, last - 1))))
     return parts
 
 
@@ -318,7 +321,7 @@ def _magnitudes(first: int, last: int, writer: _Writer) -> list[Expression]:
 
 def _fraction(num_decimals: int) -> tuple[Expression, ...]:
     if num_decimals == _NUM_DECIMALS:
-        return (json_text.FRACTION,)
+        return (FRACTION,)
     if not num_decimals:
         return ()
     return (optional(Concat((Text("."), Repeat(_ANY_DIGIT, 1, num_decimals)))),)
@@ -374,7 +377,7 @@ def _number(head: str, digit: tuple[int, int] | None, num_decimals: int, length:
         return Concat((*whole, *_fraction(num_decimals)))
     num_free = num_decimals - len(given) - len(following)
     if num_decimals == _NUM_DECIMALS:
-        following.append(json_text.MORE_DIGITS)
+        following.append(MORE_DIGITS)
     elif num_free:
         following.append(Repeat(_ANY_DIGIT, 0, num_free))
     if digit is not None and digit[0]:

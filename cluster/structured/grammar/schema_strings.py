@@ -5,22 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.structured.grammar import json_text
 from cluster.structured.grammar.expressions import (
+    CONTENT,
+    ESCAPE,
     MAX_COST,
+    PLAIN,
+    STRING,
+    STRING_END,
     Alternation,
     Concat,
     Expression,
     Repeat,
     Rule,
     Text,
+    as_json_string,
     complement,
     cost_of,
     invalid_structure,
 )
-from cluster.structured.grammar.json_text import CONTENT, ESCAPE, PLAIN, STRING_END, as_json_string
-from cluster.structured.grammar.loops import counted_letters, with_loops_as_rules
 from cluster.structured.grammar.regex import ends_with_anchor, read_regex
+from cluster.structured.grammar.rewrites import counted_letters, with_loops_as_rules
 from cluster.structured.grammar.schema_keywords import Schema, count_limits_of, fail
 from pagedray.errors import InvalidRequestError
 
@@ -53,7 +57,7 @@ _URI_TEXT = "[A-Za-z0-9._~!$&'()*+,;=:@/-]"
 class SchemaStrings:
     """Makes the rules of all strings of one schema, and limits their total cost."""
 
-    any_string: Expression = json_text.STRING
+    any_string: Expression = STRING
     any_text: Expression = CONTENT
     _rule_prefix = ""
 

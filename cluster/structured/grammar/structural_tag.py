@@ -20,8 +20,7 @@ from cluster.structured.grammar.expressions import (
     Text,
     invalid_structure,
 )
-from cluster.structured.grammar.free_text import MAX_STATES, text_until
-from cluster.structured.grammar.turn import Grammar, under_prefix
+from cluster.structured.grammar.turn import MAX_STATES, Grammar, text_until, under_prefix
 from pagedray.errors import InvalidRequestError
 from pagedray.text import nearest_name, quote
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher
-from cluster.structured.vocabulary import Vocabulary
+from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher, Vocabulary
 from cluster.structured.xgrammar_library import XGrammarLibrary
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher
-from cluster.structured.vocabulary import Vocabulary
+from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher, Vocabulary
 from cluster.structured.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
 from pagedray.reasoning import AnswerHeader, Reasoning

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.structured.grammar.expressions import write_ebnf
-from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.rewrites import with_loops_as_rules
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure

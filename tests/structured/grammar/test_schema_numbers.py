@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from cluster.structured.grammar.expressions import (
+    JSON_RULES,
     Alternation,
     Characters,
     Concat,
@@ -23,7 +24,6 @@ from cluster.structured.grammar.expressions import (
     replaced,
     size_of,
 )
-from cluster.structured.grammar.json_text import JSON_RULES
 from cluster.structured.grammar.schema_numbers import Grid, Multiples, number_of, numbers_between
 from pagedray.errors import InvalidRequestError
 from tests.structured.grammar.as_regex import as_regex

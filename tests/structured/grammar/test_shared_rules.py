@@ -22,7 +22,7 @@ from cluster.structured.grammar.expressions import (
 )
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.json_schema import read_json_schema
-from cluster.structured.grammar.shared_rules import inline_rules, with_shared_parts
+from cluster.structured.grammar.rewrites import inline_rules, with_shared_parts
 from pagedray.structure import Structure
 
 if TYPE_CHECKING:
