@@ -232,6 +232,9 @@ class ModelConfig:
     """The checkpoint's folder; that of a model on the Hub is where this process found it."""
     hub: HubRevision | None = None
     """The model on the Hub from which each node loads weights; None loads them from the folder."""
+    gguf: str | None = None
+    """The path of the GGUF file of which each node makes the folder, or the file's name on the
+    Hub."""
     architecture: str
     """The entry of `architectures` in `config.json`, such as `LlamaForCausalLM`."""
     vocab_size: int

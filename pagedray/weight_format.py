@@ -55,7 +55,7 @@ class Int4Format:
     GPTQ stores weights of eight bits in the same way.
     """
 
-    packing: Literal["compressed-tensors", "gptq", "awq"]
+    packing: Literal["compressed-tensors", "gguf", "gptq", "awq"]
     """How numbers are packed into an int32, and along which dimension."""
     num_bits: Literal[4, 8] = 4
     """The bits of each number; 8 requires the packing of GPTQ."""

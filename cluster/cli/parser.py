@@ -505,8 +505,8 @@ def _model_command(
         "model",
         nargs="?" if operands.startswith("[") else None,
         metavar="MODEL",
-        help="Folder of a Hugging Face checkpoint, or the id of a model on the Hub: ORG/NAME or "
-        "ORG/NAME@REVISION.",
+        help="Folder of a Hugging Face checkpoint, a GGUF file, or the id of a model on the Hub: "
+        "ORG/NAME, ORG/NAME@REVISION or, for a GGUF file, ORG/NAME:QUANT.",
     )
     parser.add_argument(MODEL_FLAG, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser

@@ -227,8 +227,10 @@ def _model_config(located: LocatedModel, options: EngineOptions) -> ModelConfig:
         config = read(task="embed")
     if options.quantization is not None:
         config = with_method(config, options.quantization)
-    if hub is not None:
+    if hub is not None and located.gguf is None:
         check_weights_listed(hub, located.folder)
+    if located.gguf is not None:
+        config = replace(config, name=Path(located.gguf).stem, gguf=located.gguf)
     if located.hub is not None:
         config = replace(config, name=located.hub.id, hub=located.hub)
     if options.device == "cpu" and config.dtype == "float16":

@@ -13,7 +13,8 @@ from pagedray.errors import CheckpointError
 from pagedray.files import has_file
 from pagedray.model_config import HubRevision
 from workers.hub.fetch import fetch_files, fetch_header, find_revision, side_files
-from workers.hub.model_name import HubName, HubSettings, parse_model
+from workers.hub.gguf_folder import gguf_file, gguf_folder, gguf_shards
+from workers.hub.model_name import HubName, HubSettings, is_gguf, parse_model
 from workers.weights.tensor_entries import common_dtype, folder_dtype, weight_files
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class LocatedModel:
 
     folder: Path
     hub: HubRevision | None = None
+    gguf: str | None = None
+    """As in `ModelConfig`."""
 
 
 def locate_model(
@@ -55,19 +58,25 @@ def locate_model(
     *,
     cache: Path | None = None,
 ) -> LocatedModel:
-    """Return the model that a folder or a Hub id names, and download all but its weights.
+    """Return the model that a name stands for, and download all but its weights.
 
+    The name is that of a folder or a GGUF file, or a Hub id. A GGUF file on the Hub is downloaded
+    as a whole, because it contains the configuration.
     `report_progress` is called with a description of the download, and the finished part. `cache`
     replaces the cache of the environment, on every node. Raises CheckpointError.
     """
     name = parse_model(model)
     if not isinstance(name, HubName):
-        return LocatedModel(name)
+        if not is_gguf(name):
+            return LocatedModel(name)
+        path = name.expanduser().absolute()
+        return LocatedModel(gguf_folder(path), gguf=str(path))
     if cache is not None:
         settings = HubSettings.from_environment(cache)
     hub = replace(find_revision(name, settings), cache=cache)
-    files = side_files(hub)
-    if "config.json" not in files:
+    gguf = gguf_file(hub, name.quant)
+    files = side_files(hub) if gguf is None else gguf_shards(hub, gguf)
+    if gguf is None and "config.json" not in files:
         raise CheckpointError(
             f"{name} has no config.json; a model must be a checkpoint in the format of "
             "transformers."
@@ -79,7 +88,8 @@ def locate_model(
         if report_progress is not None:
             report_progress(line.text(done), done / max(total, 1))
 
-    return LocatedModel(fetch_files(hub, files, report, settings), hub)
+    folder = fetch_files(hub, files, report, settings)
+    return LocatedModel(folder if gguf is None else gguf_folder(folder / gguf), hub, gguf)
 
 
 def with_revision(model: str | Path, revision: str | None) -> str | Path:
@@ -95,11 +105,11 @@ def with_revision(model: str | Path, revision: str | None) -> str | Path:
         # It may be a folder on other nodes.
         return model
     if not isinstance(name, HubName):
-        logger.info("revision %s has no effect: %s is a folder.", revision, model)
+        logger.info("revision %s has no effect: %s is a path.", revision, model)
         return model
     if "@" in str(model) and name.revision != revision:
         raise CheckpointError(f"{model} names another revision than revision {revision}; use one.")
-    return f"{name.id}@{revision}"
+    return f"{str(model).partition('@')[0]}@{revision}"
 
 
 def pin_model(model: str) -> str:
@@ -113,7 +123,7 @@ def pin_model(model: str) -> str:
         return model
     if not isinstance(name, HubName):
         return model
-    return f"{name.id}@{find_revision(name).commit}"
+    return f"{str(model).partition('@')[0]}@{find_revision(name).commit}"
 
 
 class DownloadLine:
@@ -145,9 +155,15 @@ def with_local_weights(
 
     `report_progress` is called with the bytes downloaded, and of all. Raises CheckpointError.
     """
-    hub = config.model.hub
-    if hub is None or config.load_format == "dummy":
+    hub, gguf = config.model.hub, config.model.gguf
+    if config.load_format == "dummy" or (hub is None and gguf is None):
         return config
+    if gguf is not None:
+        path = Path(gguf)
+        if hub is not None:
+            path = fetch_files(hub, gguf_shards(hub, gguf), report_progress) / gguf
+        return replace(config, model=replace(config.model, folder=gguf_folder(path)))
+    assert hub is not None
     folder = fetch_files(hub, side_files(hub), report_progress)
     fetch_files(hub, listed_weight_files(hub, folder), report_progress)
     return replace(config, model=replace(config.model, folder=folder))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pagedray.errors import CheckpointError
 
-__all__ = ["HubName", "HubSettings", "is_commit", "is_side_file", "parse_model"]
+__all__ = ["HubName", "HubSettings", "is_commit", "is_gguf", "is_side_file", "parse_model"]
 
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
 _REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
+_QUANT = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_IN_IDS = ("--", "..")
 _FOLDER_STARTS = ("/", "./", "../", "~")
@@ -51,24 +52,28 @@ class HubName:
 
     id: str
     revision: str
+    quant: str | None = None
+    """Which of the repository's GGUF files is meant: a part of its name, such as Q4_K_M."""
 
     def __str__(self) -> str:
+        name = self.id if self.quant is None else f"{self.id}:{self.quant}"
         if self.revision == "main":
-            return self.id
-        return f"{self.id}@{self.revision[:12] if is_commit(self.revision) else self.revision}"
+            return name
+        return f"{name}@{self.revision[:12] if is_commit(self.revision) else self.revision}"
 
 
 def parse_model(model: str | Path) -> Path | HubName:
-    """Return the folder that `model` names, or else the Hub id. Raises CheckpointError.
+    """Return the folder or GGUF file that `model` names, or else the Hub id.
 
-    A folder that exists wins. A Path always is a folder.
+    A folder that exists wins. A Path never is a Hub id. Raises CheckpointError.
     """
     path = Path(model)
-    if isinstance(model, Path) or (model and _is_folder(path)):
+    if isinstance(model, Path) or (model and (_is_folder(path) or is_gguf(model))):
         return path
     if model and _is_there(path):
         raise CheckpointError(f"{_shown(model)} is a file; {_what_a_model_is()}")
-    model_id, at, revision = model.partition("@")
+    name, at, revision = model.partition("@")
+    model_id, colon, quant = name.partition(":")
     if model.startswith(_FOLDER_STARTS) or model_id.count("/") != 1:
         raise CheckpointError(f"{_shown(model)} is not a folder; {_what_a_model_is()}")
     if not _ID.fullmatch(model_id) or any(text in model_id for text in _NOT_IN_IDS):
@@ -81,7 +86,17 @@ def parse_model(model: str | Path) -> Path | HubName:
             f"{_shown(model)} names an invalid revision; after the @, write a branch, a tag or a "
             "commit."
         )
-    return HubName(model_id, revision or "main")
+    if colon and not _QUANT.fullmatch(quant):
+        raise CheckpointError(
+            f"{_shown(model)} names no GGUF file; after the colon, write a part of the name of the "
+            "file, such as Q4_K_M."
+        )
+    return HubName(model_id, revision or "main", quant or None)
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Return whether a name is that of a GGUF file."""
+    return str(model).endswith(".gguf")
 
 
 def is_commit(revision: str) -> bool:
@@ -114,8 +129,8 @@ def _is_revision(text: str) -> bool:
 
 def _what_a_model_is() -> str:
     return (
-        f"a model is a folder with config.json and weights, or a Hub id such as {_EXAMPLE} or "
-        f"{_EXAMPLE}@main."
+        f"a model is a folder with config.json and weights, a GGUF file, or a Hub id such as "
+        f"{_EXAMPLE} or {_EXAMPLE}@main."
     )
 
 

@@ -21,11 +21,12 @@ from pagedray.text import pluralize
 from pagedray.weight_format import CacheScales
 from workers.layers.formats.fp8_rows import quantized_rows
 from workers.layers.formats.mxfp4 import SCALE
+from workers.weights.gguf_tensors import GgufModel, gguf_link
 from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
 from workers.weights.tensor_reader import TensorReader, tensor_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
@@ -79,7 +80,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, text_tensors: TextTensors | None = None) -> None:
         self._folder = folder
-        self._entries = read_entries(folder)
+        self._entries = _entries(folder)
         self._skipped = text_tensors.skipped if text_tensors is not None else ()
         self._stored_names = _stored_names(self._entries, text_tensors)
         """The stored name of each tensor that a multimodal model stores under another name."""
@@ -227,6 +228,11 @@ class Checkpoint:
                 f"{entry.path}: tensor {shard.name} has dtype {entry.dtype}; supported dtypes are "
                 f"{', '.join(allowed)}."
             )
+
+
+def _entries(folder: Path) -> Mapping[str, TensorEntry]:
+    gguf = gguf_link(folder)
+    return read_entries(folder) if gguf is None else GgufModel.read(gguf).entries()
 
 
 @contextmanager

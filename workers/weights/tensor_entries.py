@@ -67,6 +67,11 @@ class TensorEntry:
     first_byte: int
     """Where the values of the tensor begin in the file."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the first dimension."""
+        return math.prod(self.shape[1:]) * ITEM_BYTES.get(self.dtype, 0)
+
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a folder by name. Raises CheckpointError."""

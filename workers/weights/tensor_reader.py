@@ -7,16 +7,17 @@ memory of the process.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pagedray.errors import CheckpointError
+from workers.weights.gguf_tensors import GgufEntry
 from workers.weights.tensor_entries import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class TensorReader:
     def file_range(self, entry: TensorEntry, part: tuple[slice, ...]) -> FileRange:
         """Return the range that `chunks` of these reads. Raises OSError."""
         first, end, _ = part[0].indices(entry.shape[0])
-        row_bytes = _row_bytes(entry)
+        row_bytes = entry.row_bytes
         return FileRange(
             descriptor=self._descriptor(entry.path),
             first_byte=entry.first_byte + first * row_bytes,
@@ -107,6 +108,8 @@ class TensorReader:
         target's GPU, or else in memory that the next chunk overwrites. `part` has a slice for each
         dimension, at least one. Raises OSError, and CheckpointError if the file has become shorter.
         """
+        if isinstance(entry, GgufEntry):
+            return self._converted_chunks(entry, part)
         columns = _columns(entry, part)
         memory = None if target is None else _bytes_of(target, entry, columns)
         if target is not None and memory is not None:
@@ -149,7 +152,7 @@ class TensorReader:
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield chunks of whole rows, read into a buffer and copied to the GPU if any."""
         is_pinned = gpu is not None
-        row_bytes = _row_bytes(entry)
+        row_bytes = entry.row_bytes
         height = (_PINNED_CHUNK_BYTES if is_pinned else _CHUNK_BYTES) // max(1, row_bytes)
         chunks = list(_row_chunks(part[0], entry, height))
         buffer_bytes = max((rows.stop - rows.start for rows in chunks), default=0) * row_bytes
@@ -166,6 +169,22 @@ class TensorReader:
                     # The CPU would be slow to gather columns and to convert them.
                     whole_rows = whole_rows.to(gpu)
                 yield rows, whole_rows[(slice(None), *part[1:])]
+
+    def _converted_chunks(
+        self, entry: GgufEntry, part: tuple[slice, ...]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield chunks of whole rows, converted on the CPU."""
+        step = entry.row_step
+        height = max(1, _DIRECT_CHUNK_BYTES // entry.row_bytes // step) * step
+        first, end, _ = part[0].indices(entry.shape[0])
+        for low in range(first // step * step, end, height):
+            rows = slice(low, min(low + height, -(-end // step) * step))
+            num_bytes = (rows.stop - rows.start) * entry.row_bytes
+            self._note_read(num_bytes)
+            stored = np.frombuffer(self.read(entry, low * entry.row_bytes, num_bytes), np.uint8)
+            wanted = slice(max(rows.start, first), min(rows.stop, end))
+            values = entry.converted(stored)[wanted.start - low : wanted.stop - low]
+            yield wanted, values[(slice(None), *part[1:])]
 
     def _note_read(self, num_bytes: int) -> None:
         if self._ahead is not None:
@@ -199,15 +218,10 @@ def _row_chunks(part_rows: slice, entry: TensorEntry, height: int) -> Iterator[s
         yield slice(low, min(low + max(1, height), end))
 
 
-def _row_bytes(entry: TensorEntry) -> int:
-    """Return the bytes of a row of a tensor's first dimension."""
-    return math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
-
-
 def _columns(entry: TensorEntry, part: tuple[slice, ...]) -> Columns:
     """Return which bytes of a row of the first dimension are of a part; of matrices, or all."""
     item_bytes = ITEM_BYTES[entry.dtype]
-    row_bytes = _row_bytes(entry)
+    row_bytes = entry.row_bytes
     if len(part) != 2:
         return Columns(first_byte=0, num_bytes=row_bytes, row_bytes=row_bytes)
     first, end, _ = part[1].indices(entry.shape[1])
@@ -340,7 +354,7 @@ def tensor_digest(name: str, entry: TensorEntry, reader: TensorReader) -> bytes:
     training may change a few rows only, and at equal distances between them. Raises OSError, and
     CheckpointError if the file has become shorter.
     """
-    num_bytes = math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
+    num_bytes = entry.shape[0] * entry.row_bytes
     digest = hashlib.sha256(repr((name, entry.dtype, entry.shape)).encode())
     for first in (*range(0, num_bytes, _DISTANCE_BYTES), max(0, num_bytes - _SAMPLE_BYTES)):
         digest.update(reader.read(entry, first, min(_SAMPLE_BYTES, num_bytes - first)))

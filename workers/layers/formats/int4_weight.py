@@ -86,7 +86,7 @@ class Int4Weight(StoredWeight):
             return WeightShard(name=name, shape=shape, part=part, target=target, dummy=dummy)
 
         out_words, in_words = out_size // per_word, in_size // per_word
-        if self._format.packing == "compressed-tensors":
+        if self._format.packing in ("compressed-tensors", "gguf"):
             yield shard("weight_packed", (out_size, in_words), (out_part, words_in), part.numbers)
             yield shard(
                 "weight_scale", (out_size, num_groups), (out_part, groups), part.scales, 0.01
@@ -95,9 +95,10 @@ class Int4Weight(StoredWeight):
                 yield shard(
                     "weight_zero_point", (out_words, num_groups), (words_out, groups), part.zeros
                 )
-            # The shape is known from config.json.
-            shape = torch.empty(2, dtype=torch.int64, device=self._device)
-            yield shard("weight_shape", (2,), (slice(None),), shape)
+            if self._format.packing == "compressed-tensors":
+                # The shape is known from config.json.
+                shape = torch.empty(2, dtype=torch.int64, device=self._device)
+                yield shard("weight_shape", (2,), (slice(None),), shape)
             return
         if self._format.packing == "gptq":
             yield shard("qweight", (in_words, out_size), (words_in, out_part), part.numbers)
@@ -151,7 +152,7 @@ class Int4Weight(StoredWeight):
         words = [size // per_word if dim == packed else size for dim, size in enumerate(shape)]
         scales = [num_rows, in_size // self.group_size]
         zeros = [num_rows // per_word, scales[1]]
-        if packing != "compressed-tensors":
+        if packing in ("gptq", "awq"):
             words, scales, zeros = words[::-1], scales[::-1], zeros[::-1]
 
         def words_of(shape: list[int]) -> torch.Tensor:
@@ -168,7 +169,7 @@ class Int4Weight(StoredWeight):
     def _unpacked(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return numbers, scales and zeros of a part."""
         packing = self._format.packing
-        if packing == "compressed-tensors":
+        if packing in ("compressed-tensors", "gguf"):
             numbers, scales = unpacked(part.numbers, 1), part.scales
             zeros = torch.full_like(scales, _MIDDLE, dtype=torch.uint8)
             if part.zeros is not None:

@@ -135,10 +135,25 @@ def _awq(section: ConfigFile) -> Quantization:
     )
 
 
+def _gguf(section: ConfigFile) -> Quantization:
+    """Read the section that `workers.hub.gguf_folder` writes: the layers of each format."""
+    formats: tuple[tuple[str, WeightFormat], ...] = (
+        ("int4", Int4Format(packing="gguf", group_size=32, has_zeros=False)),
+        ("int8", Int8Format(scales="group", group_size=32)),
+    )
+    rules = []
+    for key, format in formats:
+        if layers := section.words(key):
+            names = "|".join(map(re.escape, layers))
+            rules.append(FormatRule(re.compile(rf"(?:{names})$"), format))
+    return Quantization(method="gguf", rules=tuple(rules), has_head=True)
+
+
 _READERS: Mapping[str, Callable[[ConfigFile], Quantization]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "gguf": _gguf,
     "gptq": _gptq,
 }
 

@@ -1,0 +1,220 @@
+"""GGUF files are read as the models that llama.cpp made them of."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from pagedray import SamplingParams
+from tests.greedy import local_llm
+from tests.small_models.checkpoints import greedy_continuations
+
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+# Positions of the float16 scales in a block of the types that `gguf` cannot quantize to.
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+TOKENS = ["<s>", "</s>", *sorted(bytes_to_unicode().values()), "th", "the", "\u0120the"]
+MERGES = ["t h", "th e", "\u0120 the"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # Any: fields of all types
+    "llama": ("Llama", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3", {"sliding_window": 9}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 64}),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma2": ("Gemma2", {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 9}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
+}
+
+
+def quantized(values: np.ndarray[Any, Any], name: str, random: np.random.Generator) -> Any:
+    """Return the rows of a matrix in blocks of a type; the types of llama.cpp alone are random."""
+    kind = GGMLQuantizationType[name]
+    if name not in SCALES:
+        return gguf.quants.quantize(values, kind)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    shape = (*values.shape[:-1], values.shape[-1] // block_size, block_bytes)
+    blocks = random.integers(0, 256, shape, dtype=np.uint8)
+    for place in SCALES[name]:
+        scales = random.uniform(1e-4, 6e-4, shape[:-1]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def in_pairs(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Return the rows of queries or keys as llama.cpp stores them."""
+    return rows.reshape(num_heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def save_hf_model(folder: Path, family: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save a random model of transformers, and return its tensors."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(
+        **{**SIZES, **more, "vocab_size": len(TOKENS)}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.normal_(std=0.2).add_("gemma" not in family.lower())
+        elif name.endswith("bias"):
+            parameter.data.normal_(std=0.2)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def write_gguf(path: Path, folder: Path, architecture: str, type_name: str) -> None:
+    """Convert a model to a GGUF file as llama.cpp does; the folder gets the dequantized weights."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    stored_name = "llama" if architecture == "mixtral" else architecture
+    writer = gguf.GGUFWriter(path, stored_name)
+    write_metadata(writer, config, stored_name)
+    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[stored_name], config["num_hidden_layers"])
+    random = np.random.default_rng(2)
+    experts: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    dequantized = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        values = tensor.float().numpy()
+        rows, its_type = values, "F32"
+        if len(values.shape) == 2 and "norm" not in name and not stem.endswith(".gate"):
+            rows, its_type = quantized(values, type_name, random), type_name
+            restored = gguf.quants.dequantize(rows, GGMLQuantizationType[its_type])
+            values = restored.reshape(values.shape)
+        dequantized[name] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        if stored_name == "llama" and (match := re.search(r"\.([qk])_proj$", stem)):
+            key = "num_attention_heads" if match[1] == "q" else "num_key_value_heads"
+            matrix = rows if len(rows.shape) == 2 else rows[:, None]
+            rows = in_pairs(matrix, config[key]).reshape(rows.shape)
+        if "gemma" in architecture and "norm" in name:
+            rows = rows + 1
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", stem):
+            experts[f"{match[1]}.{match[3]}"][int(match[2])] = rows
+            continue
+        target = names.get_name(stem)
+        assert target is not None, stem
+        add_tensor(writer, f"{target}.{kind}", rows, its_type)
+    for stem, by_number in experts.items():
+        short = stem.replace("model.", "").replace("block_sparse_moe", "feed_forward")
+        target = names.get_name(stem) or names.get_name(short)
+        assert target is not None, stem
+        stacked = np.stack([by_number[number] for number in sorted(by_number)])
+        add_tensor(writer, f"{target}.weight", stacked, type_name)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(dequantized, folder / "model.safetensors", {"format": "pt"})
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, rows: Any, type_name: str) -> None:
+    kind = GGMLQuantizationType[type_name]
+    writer.add_tensor(name, np.ascontiguousarray(rows), raw_dtype=kind)
+
+
+def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    rope = config.get("rope_parameters", config)
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if num_experts := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if size := config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(size)
+    if window := config.get("sliding_window"):
+        writer.add_sliding_window(window)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, *[1] * (len(TOKENS) - 2)])
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+
+
+def check_equal(tmp_path: Path, architecture: str, type_name: str) -> None:
+    folder = tmp_path / "transformers"
+    family, more = MODELS[architecture]
+    save_hf_model(folder, family, more)
+    path = tmp_path / f"{architecture}.gguf"
+    write_gguf(path, folder, architecture, type_name)
+    prompts = [[5, 9, 130, 17, 40], list(range(60, 90))]
+    expected = greedy_continuations(folder, prompts, 12)
+    with local_llm(path, dtype="float32", num_blocks=64) as llm:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    for output, (token_ids, logprobs) in zip(outputs, expected, strict=True):
+        generation = output.outputs[0]
+        assert list(generation.token_ids) == token_ids
+        assert generation.logprobs is not None
+        found = [next(iter(position.values())).logprob for position in generation.logprobs]
+        assert found == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_weights_of_each_type_equal_their_dequantized_values(
+    tmp_path: Path, type_name: str
+) -> None:
+    check_equal(tmp_path, "llama", type_name)
+
+
+@pytest.mark.parametrize("architecture", [name for name in MODELS if name != "llama"])
+def test_each_architecture_equals_transformers(tmp_path: Path, architecture: str) -> None:
+    check_equal(tmp_path, architecture, "Q8_0")

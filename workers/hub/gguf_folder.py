@@ -1,0 +1,376 @@
+"""Makes a folder in the format of transformers from the metadata of a GGUF file.
+
+The folder has config.json, tokenizer.json, tokenizer_config.json, generation_config.json and a link
+to the file, whose tensors are read in place. It lies in the user's cache, under a name that changes
+with the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedray.errors import CheckpointError
+from workers.hub.gguf_tokenizer import tokenizer_files
+from workers.weights.gguf_file import SHARD
+from workers.weights.gguf_tensors import LINK, GgufModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pagedray.model_config import HubRevision
+    from workers.weights.gguf_file import Value
+
+__all__ = ["gguf_file", "gguf_folder", "gguf_shards"]
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Changes when the same file would give other files."""
+_SUFFIX = ".gguf"
+_GLOBAL_EVERY = 6
+"""One of so many layers of Gemma 3 has no window."""
+# The factors of Llama 3.1 and later, apart from the largest, which the file tells.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXT = 8192
+_TOLERANCE = 1e-3
+
+
+def gguf_folder(path: Path, cache: Path | None = None) -> Path:
+    """Return the folder of a GGUF file, or of the first of its shards; make it if necessary.
+
+    `cache` is the folder of all such folders. Raises CheckpointError.
+    """
+    path = path.resolve()
+    root = cache or _default_cache()
+    try:
+        folder = root / f"{path.name.removesuffix(_SUFFIX)}-{_digest(path)}"
+        if not folder.is_dir():
+            _make(path, folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path} cannot be read or written: {error.strerror}."
+        ) from None
+    return folder
+
+
+def gguf_file(hub: HubRevision, quant: str | None) -> str | None:
+    """Return the GGUF file of a repository, the first if it is split, or None for another format.
+
+    Raises CheckpointError if `quant` is a part of the names of no file or of several files.
+    """
+    names = [file.name for file in hub.files if file.name.endswith(_SUFFIX)]
+    names = [name for name in names if (match := SHARD.search(name)) is None or int(match[2]) == 1]
+    if quant is None:
+        if not names or any(file.name == "config.json" for file in hub.files):
+            return None
+        found = names
+    else:
+        pattern = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(quant)}(?![a-zA-Z0-9])", re.IGNORECASE)
+        found = [name for name in names if pattern.search(name)]
+    if len(found) != 1:
+        choices = ", ".join(sorted(found or names)[:20]) or "none"
+        raise CheckpointError(
+            f"{hub.id} needs the name of one GGUF file, or a part of it, after a colon, such as "
+            f"{hub.id}:Q4_K_M; its files are {choices}."
+        )
+    return found[0]
+
+
+def gguf_shards(hub: HubRevision, first: str) -> list[str]:
+    """Return the names of all files of a model, of which `first` is the first."""
+    match = SHARD.search(first)
+    if match is None:
+        return [first]
+    return sorted(
+        file.name
+        for file in hub.files
+        if (other := SHARD.search(file.name)) and (other[1], other[3]) == (match[1], match[3])
+    )
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedray" / "gguf"
+
+
+def _digest(path: Path) -> str:
+    state = path.stat()
+    identity = (_VERSION, str(path), state.st_size, state.st_mtime_ns)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+
+def _make(path: Path, folder: Path) -> None:
+    files = _files(GgufModel.read(path))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is complete: several processes may make it at the same time.
+    draft = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for name, text in files.items():
+            (draft / name).write_text(text, encoding="utf-8")
+        (draft / LINK).symlink_to(path)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    logger.info("Made %s from the metadata of %s", folder, path)
+
+
+def _files(model: GgufModel) -> dict[str, str]:
+    """Return the text of each file by its name."""
+    fields = _Fields(model)
+    files: dict[str, Any] = {  # Any: JSON
+        "config.json": _config(model, fields),
+        "generation_config.json": _generation_config(model.metadata),
+        **tokenizer_files(model.path, model.metadata),
+    }
+    return {name: json.dumps(values, ensure_ascii=False) for name, values in files.items()}
+
+
+class _Fields:
+    """The metadata of the architecture. Methods raise CheckpointError."""
+
+    def __init__(self, model: GgufModel) -> None:
+        self._path = model.path
+        self._metadata = model.metadata
+        self._prefix = str(model.metadata.get("general.architecture"))
+        self._num_layers = 0
+
+    def __contains__(self, key: str) -> bool:
+        return f"{self._prefix}.{key}" in self._metadata
+
+    def number(self, key: str, default: float | None = None) -> Any:  # Any: int or float
+        """Return a number."""
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if isinstance(value, np.ndarray) and len(set(value.tolist())) == 1:
+            # A value for each layer.
+            value = value.tolist()[0]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{self._path}: {self._prefix}.{key} must be one number for all layers, not "
+                f"{value!r:.60}."
+            )
+        # Such as 1e-5, which a float32 cannot represent.
+        return value if isinstance(value, int) else float(f"{value:.7g}")
+
+    def word(self, key: str, default: str) -> str:
+        """Return a string."""
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self._path}: {self._prefix}.{key} must be a string.")
+        return value
+
+
+def _config(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    architecture = model.architecture
+    if architecture not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{model.path}: the architecture {architecture!r:.60} is not supported in GGUF; "
+            f"supported architectures are {', '.join(sorted(_ARCHITECTURES))}."
+        )
+    name, model_type, more = _ARCHITECTURES[architecture]
+    hidden_size, num_heads = (
+        fields.number("embedding_length"),
+        fields.number("attention.head_count"),
+    )
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{model.path}: tensor token_embd.weight is missing.")
+    config = {
+        "architectures": [name],
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.number("feed_forward_length", 0),
+        "num_hidden_layers": fields.number("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.number("attention.head_count_kv", num_heads),
+        "head_dim": fields.number("attention.key_length", hidden_size // max(1, num_heads)),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": fields.number("context_length"),
+        "vocab_size": embedding.shape[0],
+        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "torch_dtype": "float32" if _is_float32(model) else "bfloat16",
+        **_rope_scaling(model, fields),
+        **_token_ids(model.metadata),
+        **_quantization(model),
+    }
+    return config | more(config, fields)
+
+
+def _is_float32(model: GgufModel) -> bool:
+    return all(tensor.type.name == "F32" for tensor in model.tensors.values())
+
+
+def _quantization(model: GgufModel) -> dict[str, Any]:  # Any: JSON
+    kept = model.kept_bits()
+    if not kept:
+        return {}
+    layers = {
+        f"int{bits}": [layer for layer, its in kept.items() if its == bits] for bits in (4, 8)
+    }
+    return {"quantization_config": {"quant_method": "gguf", **layers}}
+
+
+def _token_ids(metadata: Mapping[str, Value]) -> dict[str, Any]:  # Any: JSON
+    keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {ours: metadata.get(f"tokenizer.ggml.{key}_token_id") for ours, key in keys.items()}
+    return {name: token_id for name, token_id in found.items() if token_id is not None}
+
+
+def _generation_config(metadata: Mapping[str, Value]) -> dict[str, Any]:  # Any: JSON
+    """Return the end-of-sequence tokens, and the recommended parameters of sampling."""
+    ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    values: dict[str, Any] = {  # Any: JSON
+        "eos_token_id": list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+    }
+    names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    for key, name in names.items():
+        value = metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float):
+            values[name] = value if isinstance(value, int) else float(f"{value:.7g}")
+    return values
+
+
+def _rope_scaling(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    """Return the scaling of rotary embeddings, which is partly stored as tensors."""
+    if "rope_freqs.weight" in model.tensors:
+        return {"rope_scaling": _llama3_scaling(model, fields)}
+    if "rope_factors_long.weight" in model.tensors:
+        original = fields.number("rope.scaling.original_context_length")
+        factors = {
+            f"{kind}_factor": _values(model, f"rope_factors_{kind}.weight")
+            for kind in ("long", "short")
+        }
+        return {
+            "original_max_position_embeddings": original,
+            "rope_scaling": {"type": "longrope", **factors},
+        }
+    kind = fields.word("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    if kind == "yarn":
+        original = fields.number("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = original
+    elif kind != "linear":
+        raise CheckpointError(f"{model.path}: rope.scaling.type {kind!r:.60} is not supported.")
+    return {"rope_scaling": scaling}
+
+
+def _llama3_scaling(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    """Return the parameters that give the stored factors of Llama 3.1's rotary embedding."""
+    stored = np.array(_values(model, "rope_freqs.weight"))
+    scaling = {
+        **_LLAMA3,
+        "rope_type": "llama3",
+        "factor": float(f"{stored.max():.6g}"),
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+    theta = fields.number("rope.freq_base", 10000.0)
+    lengths = 2 * np.pi * theta ** (np.arange(len(stored)) / len(stored))
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    smooth = np.clip((_LLAMA3_CONTEXT / lengths - low) / (high - low), 0, 1)
+    factors = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    if not np.allclose(stored, factors, rtol=_TOLERANCE):
+        raise CheckpointError(
+            f"{model.path}: the factors in rope_freqs.weight are not those of Llama 3, and other "
+            "factors are not supported."
+        )
+    return scaling
+
+
+def _values(model: GgufModel, name: str) -> list[float]:
+    tensor = model.tensors[name]
+    if tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(f"{tensor.path}: tensor {name} must be a vector of float32.")
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.first_byte)
+        values = np.frombuffer(file.read(tensor.num_bytes), "<f4")
+    return [float(f"{value:.7g}") for value in values]
+
+
+def _no_more(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    return {}
+
+
+def _experts(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    return {
+        "num_local_experts": fields.number("expert_count"),
+        "num_experts_per_tok": fields.number("expert_used_count"),
+    }
+
+
+def _qwen3_moe(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    return {
+        "num_experts": fields.number("expert_count"),
+        "num_experts_per_tok": fields.number("expert_used_count"),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _phi3(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    window = fields.number("attention.sliding_window", 0)
+    return {
+        "sliding_window": window or None,
+        "original_max_position_embeddings": fields.number(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        ),
+    }
+
+
+def _gemma2(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scale(config, num_layers_of_27b=46),
+        "sliding_window": fields.number("attention.sliding_window"),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    num_layers = config["num_hidden_layers"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scale(config, num_layers_of_27b=62),
+        "sliding_window": fields.number("attention.sliding_window"),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0),
+        "layer_types": [
+            "sliding_attention" if (index + 1) % _GLOBAL_EVERY else "full_attention"
+            for index in range(num_layers)
+        ],
+    }
+
+
+def _query_scale(config: Mapping[str, Any], *, num_layers_of_27b: int) -> int:  # Any: JSON
+    """Return the scale of queries, which files do not have: only 27B's is not the head's size."""
+    if config["num_hidden_layers"] == num_layers_of_27b:
+        return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+_ARCHITECTURES: dict[str, tuple[str, str, Callable[[Mapping[str, Any], _Fields], dict[str, Any]]]]
+_ARCHITECTURES = {
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "llama": ("LlamaForCausalLM", "llama", _no_more),
+    "mixtral": ("MixtralForCausalLM", "mixtral", _experts),
+    "phi3": ("Phi3ForCausalLM", "phi3", _phi3),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", _no_more),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", _no_more),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+}
+"""The architecture and model type in transformers, and further fields of config.json."""
