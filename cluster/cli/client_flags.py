@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.flag import Flag, add_flag
+from cluster.cli.flag import Flag, add_flag, flag_adder
 from pagedray.errors import StartupError
 from pagedray.sampling_params import SamplingParams
 
@@ -45,17 +45,12 @@ _SAMPLING = (
 
 def add_client_flags(group: argparse._ActionsContainer, *, variables: str) -> None:
     """Add how a client proves who it is; `variables` are read without a file."""
-    group.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"File with the API key. (default: the variable {variables})",
-    )
-    group.add_argument(
-        "--tls-ca",
-        type=Path,
-        metavar="FILE",
-        help="CA certificates to trust, in PEM format. (default: the system's certificates)",
+    add = flag_adder(group)
+    add(f"--api-key-file FILE: File with the API key. (default: the variable {variables})", Path)
+    add(
+        "--tls-ca FILE: CA certificates to trust, in PEM format. (default: the system's "
+        "certificates)",
+        Path,
     )
 
 

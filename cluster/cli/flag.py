@@ -19,6 +19,7 @@ __all__ = [
     "NotedFlag",
     "add_flag",
     "count",
+    "flag_adder",
     "group_of",
     "names",
     "noted_flags",
@@ -101,6 +102,33 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag, default: object) -> Non
         kind = _translation(flag.field) if flag.kind is str else flag.kind
         more |= {"type": kind, "default": default, "metavar": flag.metavar}
     group.add_argument(name, *flag.aliases, *others, **more)
+
+
+def flag_adder(group: argparse._ActionsContainer) -> Callable[..., None]:
+    """Return a function that adds flags to a group.
+
+    The function takes the text `--flag VALUE: help`, the type or the allowed values, and the
+    default. A flag without a value is a switch.
+    """
+
+    # Any: argparse's own arguments.
+    def add(text: str, kind: Any = str, default: object = None, **more: Any) -> None:
+        head, _, what = text.partition(": ")
+        flags = [word for word in head.split() if word.startswith("-")]
+        values = [word for word in head.split() if not word.startswith("-")]
+        if isinstance(kind, tuple):
+            more["choices"] = kind
+        elif values or default is not None:
+            more["type"] = kind
+        else:
+            more["action"] = "store_true"
+        if values:
+            more["metavar"] = values[0]
+        if default is not None:
+            more["default"] = default
+        group.add_argument(*flags, help=what, **more)
+
+    return add
 
 
 def _translation(field: str) -> Callable[[str], object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.flag import count, group_of, names, seconds
+from cluster.cli.flag import count, flag_adder, group_of, names, seconds
 from cluster.serving.buffers import BufferLimits
 from cluster.serving.intake import IntakeLimits
 from cluster.serving.reasoning import REASONING_FORMATS
@@ -28,14 +28,6 @@ CONFIG_FLAG = "--config"
 DEFAULT_GRPC_PORT = 9000
 DEFAULT_HTTP_PORT = 8000
 
-_FILES = {
-    "--api-keys": "Keys of clients, from `pagedray keys new`. (default: no key is required)",
-    "--tls-cert": "TLS certificate chain in PEM format. (default: no TLS)",
-    "--tls-key": "Private key of --tls-cert in PEM format.",
-    "--tls-client-ca": "CA certificates in PEM format, one of which must have signed a client's.",
-}
-_FILE_ALIASES = {"--tls-cert": ("--ssl-certfile",), "--tls-key": ("--ssl-keyfile",)}
-
 
 def add_serve_flags(serve: argparse.ArgumentParser) -> None:
     """Add the groups of the frontends, and of logging and tracing."""
@@ -54,172 +46,141 @@ def add_serve_flags(serve: argparse.ArgumentParser) -> None:
 
 def _add_ports(group: _Group) -> None:
     """Add where the frontends listen, for whom, and how long they drain."""
-    group.add_argument("--host", default="127.0.0.1", help="Address to listen on.")
-    group.add_argument(
-        "--http-port",
-        "--port",
-        type=int,
-        default=DEFAULT_HTTP_PORT,
-        metavar="PORT",
-        help="Port for HTTP; 0 selects a free port.",
+    add = flag_adder(group)
+    add("--host: Address to listen on.", default="127.0.0.1")
+    add("--http-port --port PORT: Port for HTTP; 0 selects a free port.", int, DEFAULT_HTTP_PORT)
+    add(
+        "--grpc-port PORT: Port for gRPC; 0 selects a free port. (default: 9000; with another "
+        "--http-port than 8000, the first free port from 9000 on)",
+        int,
     )
-    group.add_argument(
-        "--grpc-port",
-        type=int,
-        metavar="PORT",
-        help="Port for gRPC; 0 selects a free port. (default: 9000; with another --http-port than "
-        "8000, the first free port from 9000 on)",
+    add(
+        "--api-keys FILE: Keys of clients, from `pagedray keys new`. (default: no key is required)",
+        Path,
     )
-    for flag, what in _FILES.items():
-        flags = [flag, *_FILE_ALIASES.get(flag, ())]
-        group.add_argument(*flags, type=Path, metavar="FILE", help=what)
-    group.add_argument(
-        "--api-key",
+    add(
+        "--tls-cert --ssl-certfile FILE: TLS certificate chain in PEM format. (default: no TLS)",
+        Path,
+    )
+    add("--tls-key --ssl-keyfile FILE: Private key of --tls-cert in PEM format.", Path)
+    add(
+        "--tls-client-ca FILE: CA certificates in PEM format, one of which must have signed a "
+        "client's.",
+        Path,
+    )
+    add(
+        "--api-key KEY: Keys of one tenant, in place of --api-keys; other users of the machine can "
+        "see them.",
         nargs="+",
-        metavar="KEY",
-        help="Keys of one tenant, in place of --api-keys; other users of the machine can see them.",
     )
-    group.add_argument(
-        "--allowed-hosts",
-        type=names,
-        metavar="NAME,NAME",
-        help="Without keys, host names that the server answers for besides IP addresses, localhost "
-        "and --host; * is all. (default: none)",
+    add(
+        "--allowed-hosts NAME,NAME: Without keys, host names that the server answers for besides "
+        "IP addresses, localhost and --host; * is all. (default: none)",
+        names,
     )
-    group.add_argument(
-        "--allowed-origins",
-        type=names,
-        metavar="ORIGIN,ORIGIN",
-        help="Origins such as https://example.com of web pages that may use the server; * is all. "
-        "(default: none)",
+    add(
+        "--allowed-origins ORIGIN,ORIGIN: Origins such as https://example.com of web pages that "
+        "may use the server; * is all. (default: none)",
+        names,
     )
-    group.add_argument(
-        "--drain-s",
-        "--shutdown-timeout",
-        type=seconds(0.0, 86400.0),
-        default=30.0,
-        metavar="SECONDS",
-        help="Time for running requests to finish after SIGTERM.",
+    add(
+        "--drain-s --shutdown-timeout SECONDS: Time for running requests to finish after SIGTERM.",
+        seconds(0.0, 86400.0),
+        30.0,
     )
 
 
 def _add_request_limits(group: _Group) -> None:
     """Add how large and how slow requests may be, and which parameters they may have."""
-    group.add_argument(
-        "--strict-parameters",
-        action="store_true",
-        help="Reject HTTP parameters that have no effect, instead of ignoring them.",
+    add = flag_adder(group)
+    add(
+        "--strict-parameters: Reject HTTP parameters that have no effect, instead of ignoring them."
     )
-    group.add_argument(
-        "--read-timeout-s",
-        type=seconds(1.0, 3600.0),
-        default=IntakeLimits().read_timeout_s,
-        metavar="SECONDS",
-        help="Time within which the body of a request must arrive.",
+    add(
+        "--read-timeout-s SECONDS: Time within which the body of a request must arrive.",
+        seconds(1.0, 3600.0),
+        IntakeLimits().read_timeout_s,
     )
-    group.add_argument(
-        "--max-request-kib",
-        type=count(64, 8 * 2**10),
-        metavar="KIB",
-        help="Maximum size of the body of a request. (default: 1 MiB plus 8 bytes for each token "
-        "of 128 prompts, up to 4 MiB)",
+    add(
+        "--max-request-kib KIB: Maximum size of the body of a request. (default: 1 MiB plus 8 "
+        "bytes for each token of 128 prompts, up to 4 MiB)",
+        count(64, 8 * 2**10),
     )
-    group.add_argument(
-        "--receive-buffer-mib",
-        type=count(64, 2**20),
-        default=BufferLimits().total_bytes // 2**20,
-        metavar="MIB",
-        help="Memory for requests that are being received, a quarter of it for each tenant.",
+    add(
+        "--receive-buffer-mib MIB: Memory for requests that are being received, a quarter of it "
+        "for each tenant.",
+        count(64, 2**20),
+        BufferLimits().total_bytes // 2**20,
     )
 
 
 def _add_reader_limits(group: _Group) -> None:
     """Add how long the server waits for readers of streams, and how much it keeps for them."""
-    group.add_argument(
-        "--write-timeout-s",
-        type=seconds(1.0, 86400.0),
-        default=60.0,
-        metavar="SECONDS",
-        help="Time within which a client must accept a message of a stream.",
+    add = flag_adder(group)
+    add(
+        "--write-timeout-s SECONDS: Time within which a client must accept a message of a stream.",
+        seconds(1.0, 86400.0),
+        60.0,
     )
-    group.add_argument(
-        "--unread-output-mib",
-        type=count(32, 2**20),
-        default=BufferLimits().total_bytes // 2**20,
-        metavar="MIB",
-        help="Memory for output that clients have not read, a quarter of it for each tenant.",
+    add(
+        "--unread-output-mib MIB: Memory for output that clients have not read, a quarter of it "
+        "for each tenant.",
+        count(32, 2**20),
+        BufferLimits().total_bytes // 2**20,
     )
-    group.add_argument(
-        "--resume-grace-s",
-        type=seconds(0.0, 3600.0),
-        default=30.0,
-        metavar="SECONDS",
-        help="Time to resume a resumable stream after its connection was cut; 0 disables them.",
+    add(
+        "--resume-grace-s SECONDS: Time to resume a resumable stream after its connection was cut; "
+        "0 disables them.",
+        seconds(0.0, 3600.0),
+        30.0,
     )
-    group.add_argument(
-        "--resume-buffer-mib",
-        type=count(32, 2**20),
-        default=BufferLimits().total_bytes // 2**20,
-        metavar="MIB",
-        help="Memory for resumable streams.",
+    add(
+        "--resume-buffer-mib MIB: Memory for resumable streams.",
+        count(32, 2**20),
+        BufferLimits().total_bytes // 2**20,
     )
-    group.add_argument(
-        "--stored-responses",
-        type=count(0, 10**6),
-        default=1000,
-        metavar="N",
-        help="Maximum responses of /v1/responses that are stored for each tenant.",
+    add(
+        "--stored-responses N: Maximum responses of /v1/responses that are stored for each tenant.",
+        count(0, 10**6),
+        1000,
     )
-    group.add_argument(
-        "--stored-responses-mib",
-        type=count(32, 2**20),
-        default=BufferLimits().total_bytes // 2**20,
-        metavar="MIB",
-        help="Memory for stored responses.",
+    add(
+        "--stored-responses-mib MIB: Memory for stored responses.",
+        count(32, 2**20),
+        BufferLimits().total_bytes // 2**20,
     )
-    group.add_argument(
-        "--resume-anonymous",
-        action="store_true",
-        help="Without --api-keys, resume streams for anyone who knows their ids.",
-    )
+    add("--resume-anonymous: Without --api-keys, resume streams for anyone who knows their ids.")
 
 
 def add_model_names(group: _Group) -> None:
     """Add how clients call the model, and how the model writes tool calls and reasoning."""
-    group.add_argument(
-        "--served-model-name",
+    add = flag_adder(group)
+    add(
+        "--served-model-name NAME: Names of the model for clients. (default: the name of the "
+        "folder, or the Hub id)",
         nargs="+",
-        metavar="NAME",
-        help="Names of the model for clients. (default: the name of the folder, or the Hub id)",
     )
-    group.add_argument(
-        "--tool-call-format",
-        "--tool-call-parser",
-        choices=TOOL_CALL_FORMATS,
-        metavar="FORMAT",
-        help=f"Format of tool calls: {', '.join(TOOL_CALL_FORMATS)}. (default: detected)",
+    add(
+        f"--tool-call-format --tool-call-parser FORMAT: Format of tool calls: "
+        f"{', '.join(TOOL_CALL_FORMATS)}. (default: detected)",
+        TOOL_CALL_FORMATS,
     )
-    group.add_argument(
-        "--reasoning-format",
-        "--reasoning-parser",
-        choices=REASONING_FORMATS,
-        metavar="FORMAT",
-        help=f"Format of reasoning: {', '.join(REASONING_FORMATS)}. (default: detected)",
+    add(
+        f"--reasoning-format --reasoning-parser FORMAT: Format of reasoning: "
+        f"{', '.join(REASONING_FORMATS)}. (default: detected)",
+        REASONING_FORMATS,
     )
 
 
 def _add_logging(group: _Group) -> None:
-    group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="Format of log lines."
+    add = flag_adder(group)
+    add("--log-format: Format of log lines.", ("text", "json"), "text")
+    add(
+        "--log-level: Minimum log level; warning omits the line of each call.",
+        ("debug", "info", "warning"),
+        "info",
     )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning"),
-        default="info",
-        help="Minimum log level; warning omits the line of each call.",
-    )
-    group.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="OpenTelemetry collector of traces. (default: OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
+    add(
+        "--otlp-endpoint URL: OpenTelemetry collector of traces. (default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or none)"
     )

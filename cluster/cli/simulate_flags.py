@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.bench.flags import add_random_requests, add_request_rate
-from cluster.cli.flag import NotedFlag, count, number
+from cluster.cli.flag import NotedFlag, count, flag_adder, number
 from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.config import LARGE_LIMITS, Preemption, SchedulerConfig, StepLimits
 
@@ -48,183 +48,116 @@ def set_sizes(parsed: argparse.Namespace) -> None:
 
 
 def _add_requests(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="File of requests in JSON lines, in place of random requests: arrival_s, "
+    add = flag_adder(group)
+    add(
+        "--trace FILE: File of requests in JSON lines, in place of random requests: arrival_s, "
         "num_prompt_tokens and num_output_tokens, and optionally tenant, prefix and "
         "num_prefix_tokens.",
+        Path,
     )
     add_request_rate(group)
     add_random_requests(group)
-    _add_count(
-        group,
-        "--num-prefixes",
-        "Number of different prefixes, which are drawn at random.",
-        high=10**6,
-        default=1,
+    add(
+        "--num-prefixes N: Number of different prefixes, which are drawn at random.",
+        count(1, 10**6),
+        1,
         action=NotedFlag,
     )
-    _add_count(
-        group,
-        "--num-tenants",
-        "Number of tenants, which are drawn at random and share no prefixes.",
-        high=10**6,
-        default=1,
+    add(
+        "--num-tenants N: Number of tenants, which are drawn at random and share no prefixes.",
+        count(1, 10**6),
+        1,
         action=NotedFlag,
     )
-    _add_count(
-        group,
-        "--seed",
-        "Random seed of lengths, intervals, prefixes and tenants.",
-        low=0,
-        high=2**63 - 1,
-        default=0,
+    add(
+        "--seed N: Random seed of lengths, intervals, prefixes and tenants.",
+        count(0, 2**63 - 1),
+        0,
         action=NotedFlag,
     )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     """Add how long steps and reads take, and how sequences and prefixes are handled."""
-    group.add_argument(
-        "--cost",
+    add = flag_adder(group)
+    add(
+        f"--cost NAME_OR_FILE: How long steps take: {', '.join(COSTS)}, or a JSON file "
+        "(docs/simulation.md).",
         default=next(iter(COSTS)),
-        metavar="NAME_OR_FILE",
-        help=f"How long steps take: {', '.join(COSTS)}, or a JSON file (docs/simulation.md).",
     )
-    group.add_argument(
-        "--preemption",
-        choices=get_args(Preemption),
-        default=_CONFIG.preemption,
-        help="How a sequence is preempted when blocks run out.",
+    add(
+        "--preemption: How a sequence is preempted when blocks run out.",
+        get_args(Preemption),
+        _CONFIG.preemption,
     )
-    group.add_argument(
-        "--itl-target-ms",
-        type=number(1e-3, 1e9),
-        metavar="MS",
-        help="Target for the time between tokens while prompts are processed. (default: no limit)",
+    add(
+        "--itl-target-ms MS: Target for the time between tokens while prompts are processed. "
+        "(default: no limit)",
+        number(1e-3, 1e9),
     )
-    group.add_argument("--no-prefix-cache", action="store_true", help="Disable prefix caching.")
-    group.add_argument(
-        "--no-cpu-prefix-cache",
-        action="store_true",
-        help="Do not keep prefixes that are evicted from the device in CPU blocks.",
+    add("--no-prefix-cache: Disable prefix caching.")
+    add(
+        "--no-cpu-prefix-cache: Do not keep prefixes that are evicted from the device in CPU "
+        "blocks."
     )
     for name, default, what in (
         ("read", 350.0, "read a block from a disk"),
         ("write", 700.0, "write a block to a disk"),
     ):
-        group.add_argument(
-            f"--disk-{name}-us",
-            type=number(0.0, 1e9),
-            default=default,
-            metavar="US",
-            help=f"Time to {what}, in microseconds.",
+        add(
+            f"--disk-{name}-us US: Time to {what}, in microseconds.",
+            number(0.0, 1e9),
+            default,
         )
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
     """Add the number of replicas, and the sizes of their pools."""
-    _add_count(
-        group,
-        "--num-replicas",
-        "Number of replicas behind the router of Ray Serve.",
-        high=1000,
-        default=1,
+    add = flag_adder(group)
+    add("--num-replicas N: Number of replicas behind the router of Ray Serve.", count(1, 1000), 1)
+    add("--num-blocks N: Number of blocks in the KV cache of a replica.", count(2, 10**8), 50000)
+    add(
+        "--num-cpu-blocks N: Number of blocks in CPU memory, for swapping and prefixes. (default: "
+        "as `pagedray serve` on the GPU of --cost with 128 GiB of memory, 16384; with a file, 512)",
+        count(0, 10**8),
     )
-    _add_count(
-        group,
-        "--num-blocks",
-        "Number of blocks in the KV cache of a replica.",
-        low=2,
-        high=10**8,
-        default=50_000,
-    )
-    _add_count(
-        group,
-        "--num-cpu-blocks",
-        "Number of blocks in CPU memory, for swapping and prefixes. (default: as `pagedray serve` "
-        "on the GPU of --cost with 128 GiB of memory, 16384; with a file, 512)",
-        low=0,
-        high=10**8,
-        default=None,
-    )
-    _add_count(
-        group,
-        "--num-disk-blocks",
-        "Number of blocks on a disk, for prefixes.",
-        low=0,
-        high=10**8,
-        default=0,
-    )
-    _add_count(group, "--block-size", "Tokens per block.", high=256, default=16)
+    add("--num-disk-blocks N: Number of blocks on a disk, for prefixes.", count(0, 10**8), 0)
+    add("--block-size N: Tokens per block.", count(1, 256), 16)
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     """Add the limits on steps, requests and the queue."""
-    _add_count(
-        group,
-        "--max-num-seqs",
-        "Maximum number of sequences per step. (default: as `pagedray serve` on the GPU of "
-        "--cost, 1024; with a file, 256)",
-        high=10**5,
-        default=None,
+    add = flag_adder(group)
+    add(
+        "--max-num-seqs N: Maximum number of sequences per step. (default: as `pagedray serve` on "
+        "the GPU of --cost, 1024; with a file, 256)",
+        count(1, 10**5),
     )
-    _add_count(
-        group,
-        "--max-num-batched-tokens",
-        "Maximum number of tokens per step. (default: as `pagedray serve` on the GPU of --cost, "
-        "8192; with a file, 2048)",
-        high=MOST_TOKENS,
-        default=None,
+    add(
+        "--max-num-batched-tokens N: Maximum number of tokens per step. (default: as `pagedray "
+        "serve` on the GPU of --cost, 8192; with a file, 2048)",
+        count(1, MOST_TOKENS),
     )
-    _add_count(
-        group,
-        "--max-model-len",
-        "Maximum number of prompt and output tokens of a request.",
-        low=2,
-        high=MOST_TOKENS,
-        default=131_072,
+    add(
+        "--max-model-len N: Maximum number of prompt and output tokens of a request.",
+        count(2, MOST_TOKENS),
+        131_072,
     )
-    _add_count(
-        group,
-        "--max-queued-requests",
-        "Maximum number of waiting requests per replica; others are rejected.",
-        high=10**7,
-        default=_CONFIG.max_queued_requests,
+    add(
+        "--max-queued-requests N: Maximum number of waiting requests per replica; others are "
+        "rejected.",
+        count(1, 10**7),
+        _CONFIG.max_queued_requests,
     )
-    _add_count(
-        group,
-        "--max-queued-tokens",
-        "Maximum number of waiting prompt tokens per replica; more are rejected.",
-        high=10**12,
-        default=_CONFIG.max_queued_tokens,
+    add(
+        "--max-queued-tokens N: Maximum number of waiting prompt tokens per replica; more are "
+        "rejected.",
+        count(1, 10**12),
+        _CONFIG.max_queued_tokens,
     )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="Write an SVG plot of sequences, cache use and throughput over time.",
-    )
-    group.add_argument(
-        "--json", action="store_true", help="Print one JSON object instead of a table."
-    )
-
-
-def _add_count(
-    group: argparse._ArgumentGroup,
-    flag: str,
-    what: str,
-    *,
-    low: int = 1,
-    high: int,
-    default: int | None,
-    action: type[argparse.Action] | str = "store",
-) -> None:
-    """Add a flag for an integer in a range."""
-    kind = count(low, high)
-    group.add_argument(flag, action=action, type=kind, default=default, metavar="N", help=what)
+    add = flag_adder(group)
+    add("--plot FILE: Write an SVG plot of sequences, cache use and throughput over time.", Path)
+    add("--json: Print one JSON object instead of a table.")
