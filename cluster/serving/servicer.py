@@ -6,17 +6,20 @@ It knows no protocol. Frontends translate its outputs and errors into theirs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.serving.auth import Authenticator
 from cluster.serving.buffers import MemoryTrimmer, OutputBuffers
-from cluster.serving.calls.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, CallOptions, GenerationInput
@@ -29,7 +32,6 @@ from cluster.serving.telemetry.load_history import LoadRecorder
 from cluster.serving.telemetry.log_lines import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
-from cluster.serving.text.token_reader import TokenReader
 from cluster.serving.tools.tool_calls import detect_format
 from cluster.serving.validation.embedding_validator import EmbeddingValidator
 from cluster.serving.validation.score_validator import ScoreValidator
@@ -40,11 +42,14 @@ from pagedray.errors import (
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
+    PagedRayError,
     ShuttingDownError,
 )
+from pagedray.field_checks import check_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from concurrent.futures import Future
 
     from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.serving.auth import Tenant
@@ -56,19 +61,26 @@ if TYPE_CHECKING:
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
-    from pagedray.model_config import ModelConfig, Task
+    from pagedray.model_config import Task
     from pagedray.request import Request
 
 __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]
 
 _IDLE_POLL_S = 0.02
-
+_MANY_TOKENS = 1024
+"""Token ids from which on detokenizing runs in a thread."""
 _CONTINUED = "The request continues in another call."
 _TASK_TEXTS: dict[Task, str] = {
     "generate": "generates text",
     "embed": "only computes embeddings",
     "score": "only scores pairs of texts",
 }
+
+
+class _Phase(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
 
 
 class Servicer:
@@ -97,9 +109,9 @@ class Servicer:
         self.authenticator = Authenticator() if authenticator is None else authenticator
         if self.authenticator.requires_keys:
             tokenizer.disable_cache()
+        self._phase = _Phase.STARTING
         self._calls = OpenCalls()
         self._text_pool = TextPool() if text_pool is None else text_pool
-        self._tokens = TokenReader(config, tokenizer, self._text_pool)
         self.metrics = Metrics(client, config)
         self.ignored = IgnoredParameters(
             self.metrics.count_ignored, is_strict=options.strict_parameters
@@ -108,82 +120,43 @@ class Servicer:
         self.rejected_calls = RejectedCalls()
         """Logs the calls that frontends reject."""
         self._recorder = LoadRecorder(self.metrics.times.between_tokens)
-        self.observer = self._make_observer(tracer)
-        self.validator = self._make_validator(options)
+        listeners = [log_call] if tracer is None else [tracer.trace, log_call]
+        self.observer = CallObserver(self.metrics, self._recorder, config.model.name, listeners)
+        self.validator = Validator(
+            config,
+            tokenizer,
+            text_pool=self._text_pool,
+            reasoning_format=options.reasoning_format,
+            note_compile=self.metrics.times.observe_compile,
+        )
+        self._embeddings = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
+        self._scores = ScoreValidator(config, tokenizer, text_pool=self._text_pool)
         self.tool_format = options.tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         trimmer = MemoryTrimmer()
-        self.intake = self._make_intake(options, trimmer)
+        self.intake = Intake(config, options.intake_limits, note_freed=trimmer.note_freed)
         self.buffers = OutputBuffers(
             options.reader_limits.unread_buffer, note_freed=trimmer.note_freed
         )
         """The output that clients have not read."""
         self.resumables = ResumableStreams(options.reader_limits)
         """The streams that clients may resume."""
-        self._measure_readers()
-        self._admission = CallAdmission(client, config.model, self.authenticator, self.buffers)
-        self._generations = self._make_generation_calls()
-        self._pooling = self._make_pooling_calls()
-        self._started_s = time.monotonic()
-
-    def _make_observer(self, tracer: Tracer | None) -> CallObserver:
-        listeners = [log_call] if tracer is None else [tracer.trace, log_call]
-        return CallObserver(self.metrics, self._recorder, self.config.model.name, listeners)
-
-    def _make_validator(self, options: CallOptions) -> Validator:
-        return Validator(
-            self.config,
-            self.tokenizer,
-            text_pool=self._text_pool,
-            reasoning_format=options.reasoning_format,
-            note_compile=self.metrics.times.observe_compile,
-        )
-
-    def _make_intake(self, options: CallOptions, trimmer: MemoryTrimmer) -> Intake:
-        return Intake(
-            self.config,
-            options.intake_limits,
-            note_freed=trimmer.note_freed,
-        )
-
-    def _measure_readers(self) -> None:
         self.metrics.follow_readers(
             num_unread_bytes=lambda: self.buffers.num_bytes,
             num_streams=lambda: len(self.resumables),
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
-
-    def _make_generation_calls(self) -> GenerationCalls:
-        return GenerationCalls(
-            self.client,
-            tokenizer=self.tokenizer,
-            validator=self.validator,
-            admission=self._admission,
-            calls=self._calls,
-            observer=self.observer,
-            buffers=self.buffers,
-            resumables=self.resumables,
-        )
-
-    def _make_pooling_calls(self) -> PoolingCalls:
-        return PoolingCalls(
-            self.client,
-            embeddings=EmbeddingValidator(self.config, self.tokenizer, text_pool=self._text_pool),
-            scores=ScoreValidator(self.config, self.tokenizer, text_pool=self._text_pool),
-            admission=self._admission,
-            calls=self._calls,
-            observer=self.observer,
-        )
+        self._started_s = time.monotonic()
 
     @property
     def is_alive(self) -> bool:
         """Whether the model was loaded and the engine has not failed permanently."""
-        return self._admission.has_started and not self.client.has_failed
+        return self._phase is not _Phase.STARTING and not self.client.has_failed
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted and the engine makes progress."""
-        return self._admission.is_ready and self.client.is_healthy
+        return self._phase is _Phase.READY and self.client.is_healthy
 
     @property
     def num_open_calls(self) -> int:
@@ -200,7 +173,9 @@ class Servicer:
             self.validator.warm_up()
 
     def set_ready(self) -> None:
-        if self._admission.set_ready():
+        """Accept calls, unless a drain has begun."""
+        if self._phase is _Phase.STARTING:
+            self._phase = _Phase.READY
             self._recorder.start_sampling(lambda: self.client.engine.stats(), self._uptime_s)
 
     def stop_accepting(self) -> None:
@@ -208,7 +183,7 @@ class Servicer:
 
         Calls that wait for a compilation are rejected at once: it may take as long as the drain.
         """
-        self._admission.stop()
+        self._phase = _Phase.DRAINING
         self.validator.stop_accepting()
 
     async def drain(self, grace_s: float) -> None:
@@ -247,7 +222,7 @@ class Servicer:
         # A call that resumes a stream needs no room; others are rejected later.
         may_resume = self.resumables.has_streams(tenant.name)
         needs_room = uses_engine and not is_continued and not may_resume
-        if needs_room and self._admission.is_ready:
+        if needs_room and self._phase is _Phase.READY:
             self.client.engine.check_room(tenant.name, 0)
         return self._calls.enter_call(tenant, is_admitted=is_continued, may_resume=may_resume)
 
@@ -268,134 +243,19 @@ class Servicer:
         `entered` is the call if a frontend has counted it already. Raises RequestError or
         EngineError; then nothing was submitted.
         """
-        return await self._generations.start_generation(given, entered)
-
-    async def embed(
-        self, given: EmbeddingInput, entered: OpenCall | None = None
-    ) -> EmbeddingOutput:
-        """Return the vectors of texts; cancelling the wait cancels the call.
-
-        `entered` is the call if a frontend has counted it already. Raises RequestError or
-        EngineError.
-        """
-        return await self._pooling.embed(given, entered)
-
-    async def score(self, given: ScoreInput, entered: OpenCall | None = None) -> EmbeddingOutput:
-        """Return the scores of pairs of texts as vectors of one number.
-
-        Otherwise as `embed`.
-        """
-        return await self._pooling.score(given, entered)
-
-    async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
-        """Return the token ids of a text or a conversation. Raises RequestError."""
-        return await self.validator.tokenize(given)
-
-    async def detokenize(
-        self,
-        token_ids: Sequence[int],
-        *,
-        tenant: str = "",
-        skip_special_tokens: bool = True,
-        model: str | None = None,
-        param: str = "token_ids",
-    ) -> str:
-        """Return the text of token ids, which are the client's `param`. Raises RequestError."""
-        self.validator.check_model(model)
-        return await self._tokens.text_of(
-            token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens, param=param
-        )
-
-    async def token_strings(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:
-        """Return tokens of a prompt as the vocabulary spells them; None for an unknown id."""
-        return await self._tokens.strings_of(token_ids, tenant=tenant)
-
-    def abort_call(self, tenant_name: str, client_id: str) -> None:
-        """Abort a tenant's call by its id, and forget its stream.
-
-        A call that has its id here only later is aborted then, such as a call that continues here
-        after its replica failed.
-        """
-        self.resumables.end_stream(tenant_name, client_id)
-        call = self._calls.find_call(tenant_name, client_id)
-        if call is not None and call.task is not None:
-            call.task.abort()
-            if call.proxied_id:
-                # The proxy may send it again.
-                self._calls.note_abort(tenant_name, call.proxied_id)
-        if len(client_id) <= MAX_CLIENT_ID_LENGTH:
-            self._calls.note_abort(tenant_name, client_id)
-
-    def info(self) -> ServerInfo:
-        """Return the server's static properties. Raises EngineError before the model is loaded."""
-        return server_info(self.config, self.client.engine.stats())
-
-    def loads(self, tenant: Tenant) -> ServerLoads:
-        """Return the current loads, restricted to the tenant's view.
-
-        Raises EngineError before the model is loaded.
-        """
-        loads = server_loads(
-            self.client.engine.stats(),
-            is_ready=self.is_ready,
-            uptime_s=self._uptime_s(),
-            calls=self._calls.infos(tenant),
-        )
-        return loads if tenant.is_admin else own_loads(loads)
-
-    def load_history(self) -> LoadHistory:
-        """Return the load of all tenants in the last ten minutes, for admins."""
-        return self._recorder.history()
-
-    def _uptime_s(self) -> float:
-        return time.monotonic() - self._started_s
-
-
-class GenerationCalls:
-    """Admits calls, and submits their requests to the engine."""
-
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        tokenizer: Tokenizer,
-        validator: Validator,
-        admission: CallAdmission,
-        calls: OpenCalls,
-        observer: CallObserver,
-        buffers: OutputBuffers,
-        resumables: ResumableStreams,
-    ) -> None:
-        self._client = client
-        self._tokenizer = tokenizer
-        self._validator = validator
-        self._admission = admission
-        self._calls = calls
-        self._observer = observer
-        self._buffers = buffers
-        self._resumables = resumables
-
-    async def start_generation(
-        self, given: GenerationInput, entered: OpenCall | None
-    ) -> GenerationCall:
-        """Validate a call and submit its requests; the caller closes the returned call.
-
-        `entered` is the call if a frontend has counted it already. Raises RequestError or
-        EngineError; then nothing was submitted.
-        """
-        with self._observer.watched(given.arrival) as watch:
-            self._admission.check_task("generate")
-            tenant = self._admission.admit(given)
+        with self.observer.watched(given.arrival) as watch:
+            self._check_task("generate")
+            tenant = self._admit(given)
             if given.is_resumable:
                 is_http = given.origin.frontend == "http"
-                self._resumables.check_allowed(tenant.name, repeats_body=is_http)
-                self._resumables.check_room(tenant.name)
+                self.resumables.check_allowed(tenant.name, repeats_body=is_http)
+                self.resumables.check_room(tenant.name)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 requires the API key of an admin.")
             call = entered or self._calls.enter_call(tenant, is_admitted=given.is_continued)
             try:
                 call.begin()
-                requests = await self._validator.validate(given)
+                requests = await self.validator.validate(given)
                 return self._open(given, requests, call, watch)
             except BaseException:
                 call.close()
@@ -435,9 +295,9 @@ class GenerationCalls:
         )
         watch.note_validated(num_prompt_tokens, requests)
         # Tokenizing took time, in which a drain may have begun.
-        self._admission.check_phase()
+        self._check_phase()
         if given.client_id is not None:
-            self._resumables.check_id(given.tenant, given.client_id)
+            self.resumables.check_id(given.tenant, given.client_id)
         call.set_id(self._id_of(given, requests, call))
         if given.continuation is not None:
             call.proxied_id = given.continuation.call_id
@@ -445,16 +305,16 @@ class GenerationCalls:
             num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens
         )
         if given.continuation is not None and given.continuation.cause is not None:
-            self._observer.metrics.count_continuation(given.continuation.cause)
+            self.metrics.count_continuation(given.continuation.cause)
         weight = call.tenant.weight
         generation = GenerationCall(
             given,
             tuple(msgspec.structs.replace(request, weight=weight) for request in requests),
             call=call,
             watch=watch,
-            client=self._client,
-            token_bytes=self._tokenizer.token_bytes,
-            buffer=self._buffers.open_buffer(call.tenant.name),
+            client=self.client,
+            token_bytes=self.tokenizer.token_bytes,
+            buffer=self.buffers.open_buffer(call.tenant.name),
         )
         call.task = generation
         continuation = given.continuation
@@ -462,28 +322,9 @@ class GenerationCalls:
             generation.abort()
         return generation
 
-
-class PoolingCalls:
-    """Admits calls, and submits their texts to the engine."""
-
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        embeddings: EmbeddingValidator,
-        scores: ScoreValidator,
-        admission: CallAdmission,
-        calls: OpenCalls,
-        observer: CallObserver,
-    ) -> None:
-        self._client = client
-        self._embeddings = embeddings
-        self._scores = scores
-        self._admission = admission
-        self._calls = calls
-        self._observer = observer
-
-    async def embed(self, given: EmbeddingInput, entered: OpenCall | None) -> EmbeddingOutput:
+    async def embed(
+        self, given: EmbeddingInput, entered: OpenCall | None = None
+    ) -> EmbeddingOutput:
         """Return the vectors of texts; cancelling the wait cancels the call.
 
         `entered` is the call if a frontend has counted it already. Raises RequestError or
@@ -491,7 +332,7 @@ class PoolingCalls:
         """
         return await self._run_call("embed", given, self._embeddings.validate(given), entered)
 
-    async def score(self, given: ScoreInput, entered: OpenCall | None) -> EmbeddingOutput:
+    async def score(self, given: ScoreInput, entered: OpenCall | None = None) -> EmbeddingOutput:
         """Return the scores of pairs of texts as vectors of one number.
 
         Otherwise as `embed`.
@@ -506,9 +347,9 @@ class PoolingCalls:
         entered: OpenCall | None,
     ) -> EmbeddingOutput:
         # A call may be rejected before its validation begins.
-        with closing(validating), self._observer.watched(given.arrival) as watch:
-            self._admission.check_task(task)
-            tenant = self._admission.admit(given)
+        with closing(validating), self.observer.watched(given.arrival) as watch:
+            self._check_task(task)
+            tenant = self._admit(given)
             call = entered or self._calls.enter_call(tenant)
             try:
                 call.begin()
@@ -517,10 +358,10 @@ class PoolingCalls:
                 watch.note_validated(num_tokens)
                 call.reserve_tokens(num_prompt_tokens=num_tokens, num_tokens=num_tokens)
                 # Tokenizing took time, in which a drain may have begun.
-                self._admission.check_phase()
+                self._check_phase()
                 request = replace(request, weight=tenant.weight)
                 call.task = embedding = EmbeddingCall(
-                    self._client.embedding_engine.submit_texts(request)
+                    self.client.embedding_engine.submit_texts(request)
                 )
                 watch.note_open("")
                 vectors = await embedding.vectors(given.deadline_s)
@@ -529,53 +370,80 @@ class PoolingCalls:
             finally:
                 call.close()
 
+    async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
+        """Return the token ids of a text or a conversation. Raises RequestError."""
+        return await self.validator.tokenize(given)
 
-class _Phase(Enum):
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-
-
-class CallAdmission:
-    """Accepts calls of the model's task from when the model is loaded until a drain begins."""
-
-    def __init__(
+    async def detokenize(
         self,
-        client: EngineClient,
-        model: ModelConfig,
-        authenticator: Authenticator,
-        buffers: OutputBuffers,
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._authenticator = authenticator
-        self._buffers = buffers
-        self._phase = _Phase.STARTING
+        token_ids: Sequence[int],
+        *,
+        tenant: str = "",
+        skip_special_tokens: bool = True,
+        model: str | None = None,
+        param: str = "token_ids",
+    ) -> str:
+        """Return the text of token ids, which are the client's `param`. Raises RequestError."""
+        self.validator.check_model(model)
+        context = self.config.max_model_len
+        if len(token_ids) > context:
+            raise InvalidRequestError(
+                f"{param} has {len(token_ids)} token ids, but the context length is {context}.",
+                param=param,
+            )
+        check_token_ids(token_ids, self.config.model.vocab_size, param)
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < _MANY_TOKENS:
+            return decode()
+        return await self._text_pool.run_in_thread(tenant, decode)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether calls are accepted."""
-        return self._phase is _Phase.READY
+    async def token_strings(self, token_ids: Sequence[int], *, tenant: str) -> list[str | None]:
+        """Return tokens of a prompt as the vocabulary spells them; None for an unknown id."""
+        read = self.tokenizer.token_strings
+        if len(token_ids) < _MANY_TOKENS:
+            return read(token_ids)
+        return await self._text_pool.run_in_thread(tenant, read, token_ids)
 
-    @property
-    def has_started(self) -> bool:
-        """Whether the model was loaded."""
-        return self._phase is not _Phase.STARTING
+    def abort_call(self, tenant_name: str, client_id: str) -> None:
+        """Abort a tenant's call by its id, and forget its stream.
 
-    def set_ready(self) -> bool:
-        """Accept calls; return whether this is new. Has no effect once they are rejected."""
-        if self._phase is not _Phase.STARTING:
-            return False
-        self._phase = _Phase.READY
-        return True
+        A call that has its id here only later is aborted then, such as a call that continues here
+        after its replica failed.
+        """
+        self.resumables.end_stream(tenant_name, client_id)
+        call = self._calls.find_call(tenant_name, client_id)
+        if call is not None and call.task is not None:
+            call.task.abort()
+            if call.proxied_id:
+                # The proxy may send it again.
+                self._calls.note_abort(tenant_name, call.proxied_id)
+        if len(client_id) <= MAX_CLIENT_ID_LENGTH:
+            self._calls.note_abort(tenant_name, client_id)
 
-    def stop(self) -> None:
-        """Reject all calls from now on."""
-        self._phase = _Phase.DRAINING
+    def info(self) -> ServerInfo:
+        """Return the server's static properties. Raises EngineError before the model is loaded."""
+        return server_info(self.config, self.client.engine.stats())
 
-    def check_task(self, task: Task) -> None:
+    def loads(self, tenant: Tenant) -> ServerLoads:
+        """Return the current loads, restricted to the tenant's view.
+
+        Raises EngineError before the model is loaded.
+        """
+        loads = server_loads(
+            self.client.engine.stats(),
+            is_ready=self.is_ready,
+            uptime_s=self._uptime_s(),
+            calls=self._calls.infos(tenant),
+        )
+        return loads if tenant.is_admin else own_loads(loads)
+
+    def load_history(self) -> LoadHistory:
+        """Return the load of all tenants in the last ten minutes, for admins."""
+        return self._recorder.history()
+
+    def _check_task(self, task: Task) -> None:
         """Raise InvalidRequestError if the model is for another task."""
-        model = self._model
+        model = self.config.model
         if task == model.task:
             return
         text = _TASK_TEXTS[model.task]
@@ -585,20 +453,81 @@ class CallAdmission:
             text += "; scores need a cross-encoder, or a reranker served with --task score"
         raise InvalidRequestError(f"The model {model.name} {text}.", param="model")
 
-    def check_phase(self) -> None:
+    def _check_phase(self) -> None:
         """Raise EngineError or ShuttingDownError if no calls are accepted."""
         if self._phase is _Phase.STARTING:
             raise EngineError("The model is not loaded yet.")
         if self._phase is _Phase.DRAINING:
             raise ShuttingDownError
 
-    def admit(self, given: GenerationInput | EmbeddingInput | ScoreInput) -> Tenant:
+    def _admit(self, given: GenerationInput | EmbeddingInput | ScoreInput) -> Tenant:
         """Return the tenant of a call. Raises RequestError or EngineError."""
-        self.check_phase()
-        tenant = self._authenticator.tenant_named(given.tenant)
+        self._check_phase()
+        tenant = self.authenticator.tenant_named(given.tenant)
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
             raise DeadlineError("The deadline passed before the request arrived.")
         if not (isinstance(given, GenerationInput) and given.is_continued):
-            self._client.engine.check_room(tenant.name, 0)
-            self._buffers.check_room(tenant.name)
+            self.client.engine.check_room(tenant.name, 0)
+            self.buffers.check_room(tenant.name)
         return tenant
+
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EmbeddingOutput:
+    """The vectors of one call."""
+
+    vectors: NDArray[np.float32]
+    """`[num_prompts, size]`, in the order of the prompts."""
+    num_prompt_tokens: int
+
+
+class EmbeddingCall:
+    """A running call that embeds or scores texts."""
+
+    def __init__(self, running: Future[NDArray[np.float32]]) -> None:
+        loop = asyncio.get_running_loop()
+        self._running = running
+        self._answer: asyncio.Future[NDArray[np.float32]] = loop.create_future()
+
+        def deliver(done: Future[NDArray[np.float32]]) -> None:
+            # The loop may be closed, with no reader left.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._take, done)
+
+        running.add_done_callback(deliver)
+
+    async def vectors(self, deadline_s: float | None) -> NDArray[np.float32]:
+        """Return the vectors; cancelling the wait cancels the call.
+
+        Raises EngineError, and DeadlineError at the deadline.
+        """
+        timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._answer
+        except TimeoutError as error:
+            raise DeadlineError("The deadline passed before the texts were embedded.") from error
+        finally:
+            self._running.cancel()
+
+    def abort(self) -> None:
+        """Fail the call, which has no partial result."""
+        self.fail(EngineError("The call was aborted."))
+
+    def fail(self, error: PagedRayError) -> None:
+        """End the call with an error, unless it has ended."""
+        self._running.cancel()
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+    def _take(self, done: Future[NDArray[np.float32]]) -> None:
+        if self._answer.done() or done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self._answer.set_result(done.result())
+        else:
+            self._answer.set_exception(error)
