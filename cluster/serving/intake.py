@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from contextlib import suppress
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from cluster.serving.buffers import BufferLimits, TenantBytes
-from pagedray.errors import ContextLengthError, DeadlineError, OverloadedError
+from pagedray.errors import ContextLengthError, OverloadedError
 from pagedray.machine import start_threads
 from pagedray.sampling_params import MAX_N
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from types import TracebackType
 
     from pagedray.config import EngineConfig
@@ -25,7 +24,6 @@ __all__ = [
     "IncomingMessage",
     "Intake",
     "IntakeLimits",
-    "ReadDeadlines",
     "Reception",
     "RequestSize",
     "check_num_messages",
@@ -34,6 +32,7 @@ __all__ = [
 
 _INLINE_BYTES = 2**15
 """The largest request that is parsed on the event loop."""
+_POLL_S = 0.01
 Result = TypeVar("Result")
 MAX_REQUEST_BYTES = 4 * 2**20
 """The longest message or body unless an operator allows longer ones."""
@@ -47,8 +46,6 @@ _OTHER_VALUES = 2**15
 _MAX_VALUES = 2**20
 _MIN_MESSAGES = 64
 _MAX_MESSAGES = 4096
-
-Arrived = TypeVar("Arrived")
 
 
 class Intake:
@@ -65,7 +62,6 @@ class Intake:
         self.size = request_size(config, limits)
         self.read_timeout_s = limits.read_timeout_s
         self.reception = Reception(limits.received, wait_s=limits.wait_s, note_freed=note_freed)
-        self.deadlines = ReadDeadlines(limits.read_timeout_s)
         self._parser = start_threads(1, name="pagedray-parser")
 
     async def parse(self, num_bytes: int, read: Callable[[], Result]) -> Result:
@@ -99,7 +95,7 @@ class IncomingMessage:
             self._count(num_bytes)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count more bytes if there is room and no other message of the tenant waits for it."""
+        """Count more bytes if there is room."""
         has_room = self._reception.has_room(self._tenant, num_bytes)
         if has_room:
             self._count(num_bytes)
@@ -145,18 +141,13 @@ class Reception:
         self.note_freed = note_freed
         self._bytes = TenantBytes(limits)
         self._wait_s = wait_s
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """The sizes that tenants wait for; the tenant whose turn it is comes first."""
+        self.num_waiting = 0
+        """Requests that wait for room."""
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes of all requests."""
         return self._bytes.num_bytes
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for room."""
-        return sum(map(len, self._waiting.values()))
 
     def open_message(self, tenant: str) -> IncomingMessage:
         """Return the empty message of a tenant's request."""
@@ -179,62 +170,24 @@ class Reception:
 
     async def wait_room(self, tenant: str, num_bytes: int) -> None:
         """Count bytes of a tenant as soon as they fit. Raises OverloadedError if it takes long."""
-        if self.has_room(tenant, num_bytes):
-            self.count(tenant, num_bytes)
-            return
-        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = num_bytes, given
-        self._waiting.setdefault(tenant, deque()).append(entry)
+        until_s = time.monotonic() + self._wait_s
+        self.num_waiting += 1
         try:
-            async with asyncio.timeout(self._wait_s):
-                await given
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if not given.cancelled():
-                self.count(tenant, -num_bytes)
-            line = self._waiting.get(tenant, deque())
-            with suppress(ValueError):
-                line.remove(entry)
-            if not line:
-                self._waiting.pop(tenant, None)
-            # Those behind it may need less room.
-            self._admit_waiting()
-            if isinstance(error, TimeoutError):
-                self.check_room(tenant, num_bytes)
-                text = "The server is receiving other requests (--receive-buffer-mib)."
-                raise OverloadedError(text) from None
-            raise
+            while not self.has_room(tenant, num_bytes):
+                if time.monotonic() >= until_s:
+                    self.check_room(tenant, num_bytes)
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self.num_waiting -= 1
+        self.count(tenant, num_bytes)
 
     def count(self, tenant: str, num_bytes: int) -> None:
         """Add bytes to the counts, or subtract them."""
         self._bytes.count(tenant, num_bytes)
-        if num_bytes < 0 and self._waiting:
-            self._admit_waiting()
 
     def has_room(self, tenant: str, num_bytes: int) -> bool:
-        """Return whether a tenant may receive this many more bytes, and none of its calls waits."""
-        return tenant not in self._waiting and self._fits(tenant, num_bytes)
-
-    def _fits(self, tenant: str, num_bytes: int) -> bool:
+        """Return whether a tenant may receive this many more bytes."""
         return self._bytes.full_scope(tenant, num_bytes) is None
-
-    def _admit_waiting(self) -> None:
-        """Give room to those that wait for it, one of each tenant after another."""
-        has_admitted = True
-        while has_admitted:
-            has_admitted = False
-            for tenant, line in list(self._waiting.items()):
-                num_bytes, given = line[0]
-                # One that is cancelled has not removed itself yet.
-                if not given.cancelled() and not self._fits(tenant, num_bytes):
-                    continue
-                has_admitted = True
-                line.popleft()
-                del self._waiting[tenant]
-                if line:
-                    self._waiting[tenant] = line
-                if not given.cancelled():
-                    self.count(tenant, num_bytes)
-                    given.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,9 +222,7 @@ class RequestSize:
 
 
 LARGEST = RequestSize()
-
-
-"""What no model may exceed."""
+"""The limits that no model may exceed."""
 
 
 def request_size(config: EngineConfig, limits: IntakeLimits) -> RequestSize:
@@ -299,43 +250,3 @@ def check_num_messages(num_messages: int, size: RequestSize) -> None:
             f"{size.context} (--max-model-len), not {num_messages}.",
             param="messages",
         )
-
-
-class ReadDeadlines:
-    """Waits for what must come within the same time. Used from the event loop only."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._deadlines: dict[asyncio.Task[object], float] = {}
-        """The deadlines of the waiting tasks, the earliest first."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def wait_for(self, message: Awaitable[Arrived]) -> Arrived:
-        """Return what is awaited. Raises DeadlineError if it does not come in time."""
-        task = asyncio.current_task()
-        assert task is not None
-        loop = asyncio.get_running_loop()
-        self._deadlines[task] = loop.time() + self._timeout_s
-        if self._timer is None:
-            self._timer = loop.call_later(self._timeout_s, self._end_late, loop)
-        try:
-            return await message
-        except asyncio.CancelledError:
-            if task in self._deadlines:
-                raise
-            task.uncancel()
-            raise DeadlineError(
-                f"The message did not arrive within {self._timeout_s:g} s (--read-timeout-s)."
-            ) from None
-        finally:
-            self._deadlines.pop(task, None)
-
-    def _end_late(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
-        now_s = loop.time()
-        for task, deadline_s in list(self._deadlines.items()):
-            if deadline_s > now_s:
-                self._timer = loop.call_at(deadline_s, self._end_late, loop)
-                break
-            del self._deadlines[task]
-            task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,10 @@ from hypothesis import strategies as st
 from cluster.serving.auth import ANONYMOUS
 from cluster.serving.inputs import CallOptions
 from cluster.serving.intake import IntakeLimits, RequestSize
-from cluster.serving.rpc.methods import StalledWrites
 from cluster.serving.rpc.requests import check_fields
 from cluster.serving.rpc.status import code_of, status_of
 from pagedray import errors
-from pagedray.errors import ContextLengthError, InvalidRequestError, StalledReaderError
+from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import CONTEXT
@@ -367,31 +365,3 @@ async def test_calls_wait_while_others_that_are_read_have_all_the_room(
         codes = Counter([await call.code() for call in calls])
         assert codes == {grpc.StatusCode.OK: 256, grpc.StatusCode.RESOURCE_EXHAUSTED: 44}
         assert reception.num_bytes == 0
-
-
-TIMEOUT_S = 0.2
-
-
-async def write(writes: StalledWrites, accepted: asyncio.Event) -> None:
-    """Write a message that the client accepts later."""
-    with writes.watched() as writer:
-        writer.num_marks += 1
-        await accepted.wait()
-        writer.num_marks += 1
-
-
-async def test_a_write_that_is_not_accepted_ends_its_call() -> None:
-    with pytest.raises(StalledReaderError):
-        await asyncio.wait_for(write(StalledWrites(TIMEOUT_S), asyncio.Event()), 60.0)
-
-
-async def test_a_pause_of_the_process_during_a_write_is_no_stall() -> None:
-    accepted = asyncio.Event()
-    writing = asyncio.create_task(write(StalledWrites(TIMEOUT_S), accepted))
-    # The write is seen before the pause.
-    await asyncio.sleep(TIMEOUT_S / 4)
-    time.sleep(5 * TIMEOUT_S)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    accepted.set()
-    await writing

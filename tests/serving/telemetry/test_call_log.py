@@ -227,13 +227,13 @@ def test_accepted_requests_and_health_checks_have_no_line(own_server: Server) ->
     def send() -> None:
         httpx.post(f"{own_server.url}{CHAT}", json=TURN | {"max_tokens": 2})
         httpx.get(f"{own_server.url}/health")
-        own_server.frontends.servicer._admission._phase = _starting
+        own_server.frontends.servicer._phase = _starting
         try:
             assert httpx.get(f"{own_server.url}/ready").status_code == 503
         finally:
-            own_server.frontends.servicer._admission._phase = _ready
+            own_server.frontends.servicer._phase = _ready
 
-    _ready = own_server.frontends.servicer._admission._phase
+    _ready = own_server.frontends.servicer._phase
     _starting = type(_ready).STARTING
     assert rejections(own_server, send) == []
 
