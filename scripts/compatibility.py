@@ -16,7 +16,7 @@ from cluster.serving.openai.bodies.completion_body import CompletionBody
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from cluster.serving.schema.body import Body
+    from cluster.serving.json_body import Body
 
 __all__ = ["document_with_tables"]
 

@@ -42,7 +42,7 @@ from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.validator import Validator
+from cluster.serving.validator import Validator
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from cluster.structured.token_matchers import Vocabulary, vocabulary_of

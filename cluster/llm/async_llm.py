@@ -20,10 +20,10 @@ from cluster.llm.prompts import RequestMaker, check_params, read_conversations, 
 from cluster.llm.sampling_params import RequestOutputKind, SamplingParams
 from cluster.serving.beam_search import check_beams_fit
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.prompt_reader import check_unicode
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.prompt_reader import check_unicode
-from cluster.serving.validation.validator import Validator
+from cluster.serving.validator import Validator
 from pagedray.errors import (
     DuplicateIdError,
     EngineError,

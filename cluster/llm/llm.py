@@ -35,11 +35,10 @@ from cluster.llm.prompts import (
     run_apart,
 )
 from cluster.llm.runner import RequestRunner, embed_prompts, longest_first, read_pairs, score_pairs
+from cluster.serving.embedding_validator import EmbeddingValidator, ScoreValidator
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.embedding_validator import EmbeddingValidator
-from cluster.serving.validation.score_validator import ScoreValidator
-from cluster.serving.validation.validator import Validator
+from cluster.serving.validator import Validator
 from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
 from pagedray.field_checks import MAX_COUNT, check_bool, check_int
 from pagedray.sampling_params import SamplingParams

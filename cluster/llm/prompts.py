@@ -15,12 +15,11 @@ import msgspec
 
 from cluster.llm.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput, Prompt
+from cluster.serving.json_body import read_part
 from cluster.serving.openai.bodies.chat_body import check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools
-from cluster.serving.schema.body_reader import read_part
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.text.templates.template_arguments import check_variable_names
-from cluster.serving.validation.validator import Validator
+from cluster.serving.text.template_arguments import ChatPrompt, check_variable_names
+from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import check_bool
 from pagedray.sampling_params import SamplingParams as EngineSamplingParams
@@ -28,9 +27,8 @@ from pagedray.sampling_params import SamplingParams as EngineSamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from cluster.serving.text.templates.chat_prompt import ChatMessage
-    from cluster.serving.validation.embedding_validator import EmbeddingValidator
-    from cluster.serving.validation.score_validator import ScoreValidator
+    from cluster.serving.embedding_validator import EmbeddingValidator, ScoreValidator
+    from cluster.serving.text.template_arguments import ChatMessage
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from cluster.llm.prompts import read_texts, run_apart
-from cluster.serving.validation.embedding_validator import MAX_PROMPTS
-from cluster.serving.validation.score_validator import MAX_PAIRS
+from cluster.serving.embedding_validator import MAX_PAIRS, MAX_PROMPTS
 from pagedray.errors import InvalidRequestError, OverloadedError
 
 if TYPE_CHECKING:
@@ -26,10 +25,9 @@ if TYPE_CHECKING:
     from cluster.engine.event_buffers import EventDispatcher
     from cluster.llm.generation import Collector, Generation
     from cluster.scheduling.event import TokenEvent
+    from cluster.serving.embedding_validator import EmbeddingValidator, ScoreValidator
     from cluster.serving.inputs import EmbeddingInput, ScoreInput
     from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.validation.embedding_validator import EmbeddingValidator
-    from cluster.serving.validation.score_validator import ScoreValidator
     from pagedray.request import Request
 
 __all__ = [

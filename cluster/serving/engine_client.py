@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.engines import EmbeddingEngine, Engine, GenerationEngine
 from pagedray.errors import EngineError, InternalError, StalledReaderError
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.engine.engine_loop import EngineLoop
+    from cluster.engine.stats import EngineStats
     from cluster.serving.buffers import OutputBuffer
     from pagedray.errors import PagedRayError
     from pagedray.request import Request
@@ -28,8 +33,50 @@ __all__ = ["EngineClient", "EngineStream"]
 
 logger = logging.getLogger(__name__)
 
-AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
+class Engine(Protocol):
+    """The interface of any engine to the frontends; thread-safe."""
+
+    def check_room(self, tenant: str, num_tokens: int) -> None:
+        """Raise OverloadedError if the queue has no room for this many more prompt tokens."""
+
+    def stats(self) -> EngineStats:
+        """Return the current counts."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are accepted and steps run."""
+        ...
+
+    @property
+    def error(self) -> EngineError | None:
+        """The error that ended the engine permanently, if any."""
+        ...
+
+
+class EmbeddingEngine(Engine, Protocol):
+    """An engine of a model that embeds."""
+
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        """Accept a request. Raises OverloadedError or EngineError."""
+        ...
+
+
+class GenerationEngine(Engine, Protocol):
+    """An engine of a model that generates."""
+
+    def submit_request(self, request: Request) -> None:
+        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request; ignore an unknown or ended request."""
+
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence of a request, without an event for it."""
+
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 _FEW_EVENTS = 64
 _FEW_STEPS = 4
 # The memory of an unread event, as measured with tracemalloc.

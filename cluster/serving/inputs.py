@@ -10,7 +10,7 @@ from cluster.serving.buffers import ReaderLimits
 from cluster.serving.continuation import Continuation
 from cluster.serving.intake import IntakeLimits
 from cluster.serving.reasoning import ReasoningFormat
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.batch import Pooling
 from pagedray.errors import StartupError, UnknownModelError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cluster.serving.text.marks import overlap
+from cluster.serving.text.text_stream import overlap
 from pagedray.errors import InvalidRequestError
 from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE, AnswerHeader, Reasoning, ReasoningPlace
 

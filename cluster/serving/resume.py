@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from cluster.serving.buffers import ReaderLimits
-    from cluster.serving.calls.generation_call import GenerationCall
+    from cluster.serving.generation_call import GenerationCall
 
 __all__ = ["ResumableStreams", "StreamFormat", "StreamReader"]
 

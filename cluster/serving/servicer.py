@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from cluster.serving.auth import Authenticator
 from cluster.serving.buffers import MemoryTrimmer, OutputBuffers
-from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
-from cluster.serving.calls.open_calls import OpenCall, OpenCalls
+from cluster.serving.embedding_validator import EmbeddingValidator, ScoreValidator
+from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, CallOptions, GenerationInput
 from cluster.serving.intake import Intake
+from cluster.serving.open_calls import OpenCall, OpenCalls
 from cluster.serving.resume import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import RejectedCalls, log_call
@@ -33,9 +34,7 @@ from cluster.serving.telemetry.log_lines import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.tools.tool_calls import detect_format
-from cluster.serving.validation.embedding_validator import EmbeddingValidator
-from cluster.serving.validation.score_validator import ScoreValidator
-from cluster.serving.validation.validator import Validator
+from cluster.serving.validator import Validator
 from pagedray.errors import (
     DeadlineError,
     EngineError,

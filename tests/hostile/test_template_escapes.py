@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.chat_template import ChatTemplate
+from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:

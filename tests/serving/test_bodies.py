@@ -13,10 +13,9 @@ import psutil
 import pytest
 
 from cluster.serving.buffers import BufferLimits, MemoryTrimmer, OutputBuffers
-from cluster.serving.json_body import json_text, read_arguments, read_json
+from cluster.serving.json_body import json_text, read_arguments, read_body, read_json
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.schema.body_reader import read_body
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from pagedray.errors import InvalidRequestError, OverloadedError, UnreadError
 

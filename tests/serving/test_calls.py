@@ -19,9 +19,9 @@ from cluster.llm.generation import Completion, Generation, Logprob, first_logpro
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.auth import Tenant
 from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
-from cluster.serving.calls.generation_call import BeamStream, GenerationCall
-from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.generation_call import BeamStream, GenerationCall
+from cluster.serving.open_calls import OpenCall, OpenCalls
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import DeadlineError, EngineError, OverloadedError
 from pagedray.request import FinishReason, Request

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import transformers
 
-from cluster.serving.text.templates.chat_template import ChatTemplate
+from cluster.serving.text.chat_template import ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.v1 import pagedray_pb2 as pb

@@ -21,7 +21,7 @@ from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace
 from cluster.serving.text.text_stream import TextStream
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.validator import Validator
+from cluster.serving.validator import Validator
 from pagedray.errors import CheckpointError, EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.engine_client import EngineClient
+    from cluster.serving.generation_call import GenerationOutput
     from pagedray.request import Request
     from tests.serving.fake_engine import FakeEngine
 

@@ -10,8 +10,8 @@ import pytest
 from pydantic_core import from_json
 
 from cluster.serving.anthropic.conversation_body import merge_system_messages
-from cluster.serving.text.templates.chat_prompt import ChatMessage
-from cluster.serving.text.templates.chat_template import ChatTemplate
+from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.template_arguments import ChatMessage
 from tests.serving.checkpoint import TEXT
 from tests.serving.conftest import Server
 

@@ -19,7 +19,7 @@ from cluster.serving.openai.bodies import generation_body
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace
 from cluster.serving.telemetry.log_lines import LineLimit
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb

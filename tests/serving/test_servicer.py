@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.engine.stats import EngineStats
     from cluster.serving.auth import Authenticator
-    from cluster.serving.calls.generation_call import GenerationCall
+    from cluster.serving.generation_call import GenerationCall
     from cluster.serving.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 60.0

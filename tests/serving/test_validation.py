@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import pytest
 
-from cluster.serving.inputs import EmbeddingInput, GenerationInput
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
-from cluster.serving.text.text_pool import TextPool
-from cluster.serving.validation.embedding_validator import (
+from cluster.serving.embedding_validator import (
     EmbeddingValidator,
     SentencePrompts,
     longest_text,
 )
-from cluster.serving.validation.prompt_reader import PromptReader
-from cluster.serving.validation.validator import Validator
+from cluster.serving.inputs import EmbeddingInput, GenerationInput
+from cluster.serving.prompt_reader import PromptReader
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt, MessageToolCall
+from cluster.serving.text.text_pool import TextPool
+from cluster.serving.validator import Validator
 from pagedray import LLM
 from pagedray.config import SchedulerConfig
 from pagedray.errors import CheckpointError, ContextLengthError, InvalidRequestError, RequestError

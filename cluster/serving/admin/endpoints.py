@@ -17,7 +17,7 @@ from starlette.routing import Route
 from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.http.endpoint import HEALTHY, Access, Endpoint, json_response
-from cluster.serving.schema.body_reader import renamed
+from cluster.serving.json_body import renamed
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.version import __version__
 

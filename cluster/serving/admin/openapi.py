@@ -11,12 +11,12 @@ import msgspec
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.json_body import BodyPart
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
-from cluster.serving.schema.body import BodyPart
 from cluster.serving.server_info import ServerInfo, ServerLoads
 from cluster.serving.telemetry.load_history import LoadHistory
 from pagedray.version import __version__
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.http.errors import Json
-    from cluster.serving.schema.body import Body
+    from cluster.serving.json_body import Body
 
 __all__ = ["openapi_document"]
 

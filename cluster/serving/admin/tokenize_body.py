@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import FailFast, Field
 
 from cluster.serving.inputs import TokenizeInput
+from cluster.serving.json_body import Body
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools, tools_field
-from cluster.serving.schema.body import Body
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.text.templates.template_arguments import (
+from cluster.serving.text.template_arguments import (
     MAX_DOCUMENTS,
+    ChatPrompt,
     TemplateArguments,
 )
 from cluster.serving.tools.tool import MAX_TOOLS

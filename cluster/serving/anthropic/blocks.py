@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.schema.body import OpenPart, named_schema
-from cluster.serving.schema.body_reader import missing_field, read_part
-from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
+from cluster.serving.json_body import OpenPart, missing_field, named_schema, read_part
+from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError
 

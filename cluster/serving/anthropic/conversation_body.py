@@ -14,12 +14,15 @@ from cluster.serving.anthropic.blocks import (
     read_anthropic_messages,
     read_system_prompt,
 )
+from cluster.serving.json_body import Body, BodyPart, Defaults, OpenPart, named_schema, read_part
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.sampling_fields import bounds, template_variables_field
-from cluster.serving.schema.body import Body, BodyPart, Defaults, OpenPart, named_schema
-from cluster.serving.schema.body_reader import read_part
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
+from cluster.serving.text.template_arguments import (
+    ChatMessage,
+    ChatPrompt,
+    Effort,
+    TemplateArguments,
+)
 from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool
 from pagedray.errors import InvalidRequestError

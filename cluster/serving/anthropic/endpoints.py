@@ -14,8 +14,8 @@ from cluster.serving.anthropic.conversation_body import ModelSupport
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.http.endpoint import Endpoint, json_response
 from cluster.serving.http.errors import ErrorFormat, Json, rejection_body
+from cluster.serving.json_body import renamed
 from cluster.serving.openai.event_stream import EventResponse, answer_call
-from cluster.serving.schema.body_reader import renamed
 from cluster.serving.tools.turn_reader import TextDelta
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import (

@@ -9,10 +9,8 @@ from pydantic import Field
 
 from cluster.serving.anthropic.conversation_body import ConversationBody
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.json_body import json_text
+from cluster.serving.json_body import BodyPart, Defaults, json_text, read_part
 from cluster.serving.openai.bodies.sampling_fields import IGNORED, bounds, cache_salt_field
-from cluster.serving.schema.body import BodyPart, Defaults
-from cluster.serving.schema.body_reader import read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH

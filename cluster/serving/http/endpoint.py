@@ -9,9 +9,8 @@ from enum import Enum
 import msgspec
 from starlette.responses import Response
 
-from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.errors import OPENAI_ERRORS, ErrorFormat
-from cluster.serving.http.http_call import HttpCall
+from cluster.serving.http.http_call import JSON_TYPE, HttpCall
 from cluster.serving.inputs import Operation
 
 __all__ = ["HEALTHY", "Access", "Endpoint", "json_response"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from cluster.serving.http.body import JSON_TYPE
+from cluster.serving.http.http_call import JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.responses import Response
 
-from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
+from cluster.serving.http.http_call import JSON_TYPE
 from cluster.serving.inputs import EmbeddingInput, GenerationInput, served_names
+from cluster.serving.json_body import renamed
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
@@ -24,7 +25,6 @@ from cluster.serving.openai.event_stream import EventStream, answer_call, unless
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import DONE_EVENT, ResponseOptions, error_event
 from cluster.serving.resume import StreamFormat
-from cluster.serving.schema.body_reader import renamed
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError, PagedRayError
 

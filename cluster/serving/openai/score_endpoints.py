@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.responses import Response
 
-from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint
+from cluster.serving.http.http_call import JSON_TYPE
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.openai.event_stream import unless_disconnected
 

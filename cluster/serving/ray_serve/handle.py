@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
+from cluster.serving.embedding_validator import MAX_PROMPTS
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     CallOrigin,
@@ -20,8 +21,7 @@ from cluster.serving.inputs import (
     GenerationInput,
     ScoreInput,
 )
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.validation.embedding_validator import MAX_PROMPTS
+from cluster.serving.text.template_arguments import ChatPrompt
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import MAX_COUNT, check_bool
 from pagedray.sampling_params import SamplingParams

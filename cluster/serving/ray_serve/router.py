@@ -31,7 +31,7 @@ from cluster.serving.ray_serve.placement import (
 )
 from cluster.serving.ray_serve.proxied_call import current_call
 from cluster.serving.ray_serve.replica_calls import ReplicaReads, call_replica
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.template_arguments import ChatPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, json_response
+from cluster.serving.http.http_call import JSON_TYPE
 from cluster.serving.inputs import GenerationInput, TokenizeInput
+from cluster.serving.json_body import renamed
 from cluster.serving.openai.event_stream import answer_call
 from cluster.serving.responses.items import (
     FunctionName,
@@ -26,8 +27,7 @@ from cluster.serving.responses.items import (
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, InputTokensBody, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredTurn
-from cluster.serving.schema.body_reader import renamed
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError

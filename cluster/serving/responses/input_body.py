@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.json_body import json_text
+from cluster.serving.json_body import Body, BodyPart, json_text, named_schema, read_part
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.messages import read_choice_of
 from cluster.serving.openai.bodies.sampling_fields import (
@@ -15,10 +15,12 @@ from cluster.serving.openai.bodies.sampling_fields import (
     template_variables_field,
 )
 from cluster.serving.responses.items import ITEMS, FunctionTools, read_items
-from cluster.serving.schema.body import Body, BodyPart, named_schema
-from cluster.serving.schema.body_reader import read_part
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.template_arguments import Effort, TemplateArguments
+from cluster.serving.text.template_arguments import (
+    ChatMessage,
+    ChatPrompt,
+    Effort,
+    TemplateArguments,
+)
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_allowed
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES

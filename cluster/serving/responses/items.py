@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from pydantic import Field
 
-from cluster.serving.json_body import check_counts, read_arguments
+from cluster.serving.json_body import (
+    OpenPart,
+    check_counts,
+    missing_field,
+    named_schema,
+    read_arguments,
+    read_part,
+)
 from cluster.serving.openai.bodies.messages import RefusalPart, TextPart
-from cluster.serving.schema.body import OpenPart, named_schema
-from cluster.serving.schema.body_reader import missing_field, read_part
-from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
+from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, MAX_TOOLS, NAME_PATTERN, Tool, check_id
 from pagedray.errors import InvalidRequestError
 from pagedray.text import nearest_name, quote, quote_json

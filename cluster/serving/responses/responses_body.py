@@ -10,6 +10,7 @@ import msgspec
 from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, TokenizeInput
+from cluster.serving.json_body import Defaults
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     MODERATION,
@@ -22,12 +23,11 @@ from cluster.serving.openai.bodies.sampling_fields import (
 )
 from cluster.serving.responses.input_body import InputBody
 from cluster.serving.responses.items import check_included_fields
-from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.openai.bodies.sampling_fields import RequestedStructure
-    from cluster.serving.text.templates.chat_prompt import ChatMessage
+    from cluster.serving.text.template_arguments import ChatMessage
     from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["Echo", "InputTokensBody", "ResponsesBody"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from cluster.serving.buffers import BufferLimits, TenantBytes
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
-from cluster.serving.text.templates.chat_prompt import ChatMessage
+from cluster.serving.text.template_arguments import ChatMessage
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
-from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import Continuation
 from cluster.serving.inputs import CallOrigin, Frontend
+from cluster.serving.open_calls import OpenCall
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
 
 if TYPE_CHECKING:

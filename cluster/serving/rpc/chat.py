@@ -9,8 +9,13 @@ from cluster.serving.intake import check_num_messages
 from cluster.serving.json_body import check_counts, read_arguments, read_json
 from cluster.serving.rpc.requests import generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
-from cluster.serving.text.templates.template_arguments import MAX_DOCUMENTS, TemplateArguments
+from cluster.serving.text.template_arguments import (
+    MAX_DOCUMENTS,
+    ChatMessage,
+    ChatPrompt,
+    MessageToolCall,
+    TemplateArguments,
+)
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_tools
 from cluster.serving.tools.turn_reader import TurnDelta
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cluster.serving.auth import Tenant
-    from cluster.serving.calls.generation_call import GenerationOutput
+    from cluster.serving.generation_call import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
     from cluster.serving.intake import RequestSize
     from cluster.serving.rpc.call import RpcCall

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from cluster.serving.auth import Tenant
-    from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.inputs import Frontend
+    from cluster.serving.open_calls import OpenCall
     from cluster.serving.servicer import Servicer
 
 __all__ = ["EntryInterceptor", "enter_call", "log_rejection"]

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
+from cluster.serving.embedding_validator import MAX_PAIRS, MAX_PROMPTS
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
     EmbeddingInput,
@@ -24,8 +25,6 @@ from cluster.serving.inputs import (
     ScoreInput,
     TokenizeInput,
 )
-from cluster.serving.validation.embedding_validator import MAX_PROMPTS
-from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.field_checks import check_size
 from pagedray.sampling_params import (
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth import Tenant
     from cluster.serving.intake import RequestSize
     from cluster.serving.rpc.call import RpcCall
-    from cluster.serving.text.templates.chat_prompt import ChatPrompt
+    from cluster.serving.text.template_arguments import ChatPrompt
     from pagedray.batch import Pooling
 
 __all__ = [

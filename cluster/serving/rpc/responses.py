@@ -13,7 +13,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.serving.calls.generation_call import GenerationOutput
+    from cluster.serving.generation_call import GenerationOutput
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import PromptLogprobs, TokenLogprobs
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt, MessageToolCall
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

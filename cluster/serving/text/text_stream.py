@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.token_bytes import TokenBytes
 
-__all__ = ["IncrementalDetokenizer", "SequenceOutput", "StopMatcher", "StopStrings", "TextStream"]
+__all__ = [
+    "IncrementalDetokenizer",
+    "SequenceOutput",
+    "StopMatcher",
+    "StopStrings",
+    "TextStream",
+    "overlap",
+]
 
 _token_ids_of = attrgetter("token_ids")
 _logprobs_of = attrgetter("logprobs")
@@ -371,3 +378,13 @@ class IncrementalDetokenizer:
                 text = text[1:]
                 self._num_stripped -= 1
         return text
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0:
+        if mark.startswith(text[place:]):
+            return len(text) - place
+        place = text.find(mark[0], place + 1)
+    return 0

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import tokenizers
 
+from cluster.serving.text.chat_template import ChatTemplates
 from cluster.serving.text.infilling import detect_infilling
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.template_files import ChatTemplates
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.files import check_is_no_pointer, has_file
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from cluster.serving.text.templates.chat_template import ChatTemplate
+    from cluster.serving.text.chat_template import ChatTemplate
     from pagedray.config import EngineConfig
 
 __all__ = ["LibraryPanicError", "Tokenizer", "read_tokenizer"]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cluster.serving.text.marks import overlap
+from cluster.serving.text.text_stream import overlap
 from cluster.serving.tools.turn_reader import NO_ARGUMENTS, ArgumentsReader
 from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE
 

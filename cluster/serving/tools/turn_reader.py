@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from cluster.serving.text.marks import overlap
+from cluster.serving.text.text_stream import overlap
 from cluster.serving.tools.object_text import ObjectText
 
 __all__ = [

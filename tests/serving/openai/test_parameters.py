@@ -17,6 +17,7 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, response_input_item_param
 
+from cluster.serving.json_body import Body, OpenPart
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
@@ -33,9 +34,8 @@ from cluster.serving.openai.bodies.sampling_fields import IGNORED
 from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat
 from cluster.serving.responses.items import ITEMS, FunctionTool, NamespaceTool
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
-from cluster.serving.schema.body import Body, OpenPart
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.chat_template import ChatTemplate
+from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from scripts.compatibility import DOCUMENT, document_with_tables
 from tests.serving.conftest import Server
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     import openai
 
-    from cluster.serving.schema.body import BodyPart
+    from cluster.serving.json_body import BodyPart
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 

@@ -17,7 +17,7 @@ from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.template_arguments import ChatPrompt
 from pagedray.errors import AuthenticationError, InvalidRequestError, PagedRayError
 from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb

@@ -16,7 +16,7 @@ from cluster.serving.responses.stored_responses import (
     StoredTurn,
     StoreLimits,
 )
-from cluster.serving.text.templates.chat_prompt import ChatMessage
+from cluster.serving.text.template_arguments import ChatMessage
 from pagedray.errors import EngineError
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica, reset, some_cuts
 from tests.serving.ray_serve.proxied_clients import over_http

@@ -31,7 +31,7 @@ from cluster.serving.ray_serve.placement import (
     replica_key,
 )
 from cluster.serving.ray_serve.router import AffinityRouter
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

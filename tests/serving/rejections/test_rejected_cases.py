@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.validation.validator import Validator
+from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb

@@ -22,7 +22,7 @@ from openai.types.responses import (
 from cluster.serving.buffers import BufferLimits
 from cluster.serving.responses.items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
-from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
+from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
 from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from cluster.serving.auth import ANONYMOUS
-from cluster.serving.calls.generation_call import GenerationOutput, Usage
 from cluster.serving.engine_client import EngineClient
+from cluster.serving.generation_call import GenerationOutput, Usage
 from cluster.serving.intake import LARGEST
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
+from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.request import FinishReason

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.cli.commands import main
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.serving.checkpoint import write_tokenizer

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt, MessageToolCall
-from cluster.serving.text.templates.chat_template import ChatTemplate
-from cluster.serving.text.templates.request_templates import RequestTemplates, TemplateProcess
-from cluster.serving.validation.validator import Validator
+from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.request_templates import RequestTemplates, TemplateProcess
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt, MessageToolCall
+from cluster.serving.validator import Validator
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from tests.serving.conftest import Server, engine_config
 

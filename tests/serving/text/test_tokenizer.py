@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
-from cluster.serving.text.templates.chat_template import ChatTemplate
+from cluster.serving.text.chat_template import ChatTemplate
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.engine.engine_options import sampling_defaults
+from cluster.serving.embedding_validator import SentencePrompts
 from cluster.serving.text.tokenizer import Tokenizer
-from cluster.serving.validation.embedding_validator import SentencePrompts
 from pagedray.errors import CheckpointError
 from tests.system.server_process import TINY_LLAMA
 from workers.models.config_json.sentence_modules import dense_modules

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field
 
 from cluster.serving.inputs import GenerationInput
+from cluster.serving.json_body import Defaults, named_schema, renamed
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.messages import (
     Message,
@@ -29,13 +30,11 @@ from cluster.serving.openai.bodies.sampling_fields import (
     thinking_budget,
     thinking_budget_field,
 )
-from cluster.serving.schema.body import Defaults, named_schema
-from cluster.serving.schema.body_reader import renamed
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.text.templates.template_arguments import (
+from cluster.serving.text.template_arguments import (
     EFFORTS,
     MAX_DOCUMENTS,
     MAX_EFFORT,
+    ChatPrompt,
     TemplateArguments,
     check_effort,
 )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
+from cluster.serving.json_body import Defaults
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.sampling_fields import (
     REJECTED,
@@ -16,7 +17,6 @@ from cluster.serving.openai.bodies.sampling_fields import (
     bounds,
     prompts_field,
 )
-from cluster.serving.schema.body import Defaults
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGPROBS, MAX_N
 

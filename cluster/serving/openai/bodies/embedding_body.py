@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.inputs import EmbeddingInput
+from cluster.serving.json_body import Body, Defaults
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     bounds,
     model_field,
     prompts_field,
 )
-from cluster.serving.schema.body import Body, Defaults
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["MAX_INPUTS", "EmbeddingBody"]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
+from cluster.serving.json_body import BodyPart, Defaults, named_schema
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     IN_IGNORED,
@@ -22,7 +23,6 @@ from cluster.serving.openai.bodies.sampling_fields import (
     model_field,
     read_response_format,
 )
-from cluster.serving.schema.body import BodyPart, Defaults, named_schema
 from cluster.serving.telemetry.log_lines import LineLimit
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import (

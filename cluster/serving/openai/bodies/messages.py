@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.json_body import check_counts, read_arguments
-from cluster.serving.schema.body import BodyPart, OpenPart, named_schema
-from cluster.serving.schema.body_reader import missing_field, read_part
-from cluster.serving.text.templates.chat_prompt import ChatMessage, MessageToolCall
+from cluster.serving.json_body import (
+    BodyPart,
+    OpenPart,
+    check_counts,
+    missing_field,
+    named_schema,
+    read_arguments,
+    read_part,
+)
+from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, MAX_TOOLS, NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, check_tools, read_each_tool
 from pagedray.errors import InvalidRequestError

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue
 
 from cluster.serving.inputs import MAX_SALT_LENGTH
-from cluster.serving.json_body import json_text
-from cluster.serving.schema.body import Body, BodyPart, named_schema
-from cluster.serving.schema.body_reader import read_part
+from cluster.serving.json_body import Body, BodyPart, json_text, named_schema, read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
@@ -20,7 +18,7 @@ from pagedray.text import quote, quote_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cluster.serving.schema.body import Defaults
+    from cluster.serving.json_body import Defaults
 
 __all__ = [
     "CHAT_REJECTED",

@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
+from cluster.serving.embedding_validator import MAX_PAIRS
 from cluster.serving.inputs import ScoreInput
+from cluster.serving.json_body import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.openai.bodies.sampling_fields import bounds, model_field
-from cluster.serving.schema.body import Body, BodyPart, Defaults, named_schema
-from cluster.serving.schema.body_reader import read_part
-from cluster.serving.validation.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["DocumentObject", "RerankBody", "ScoreBody"]

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.anthropic.conversation_body import ModelSupport
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.json_body import Body, read_body
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
 from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
 from cluster.serving.responses.items import FunctionTools
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
-from cluster.serving.schema.body import Body
-from cluster.serving.schema.body_reader import read_body
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import SamplingParams
 from tests.hostile.fuzz.target import Target

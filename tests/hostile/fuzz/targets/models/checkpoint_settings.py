@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from cluster.engine.engine_options import sampling_defaults
-from cluster.serving.validation.embedding_validator import SentencePrompts, longest_text
+from cluster.serving.embedding_validator import SentencePrompts, longest_text
 from pagedray.errors import CheckpointError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message

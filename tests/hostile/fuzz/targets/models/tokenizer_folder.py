@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster.serving.text.templates.chat_prompt import ChatMessage, ChatPrompt
+from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from cluster.serving.text.tokenizer import LibraryPanicError, Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
 from tests.hostile.fuzz.scratch import scratch_folder

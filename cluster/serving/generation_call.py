@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from cluster.serving.buffers import OutputBuffer
-    from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.continuation import Continuation, Encoded
     from cluster.serving.engine_client import EngineClient, EngineStream
     from cluster.serving.inputs import GenerationInput
+    from cluster.serving.open_calls import OpenCall
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.text.token_bytes import TokenBytes
 

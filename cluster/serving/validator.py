@@ -23,22 +23,24 @@ from cluster.serving.inputs import (
     TokenizeInput,
     check_model_name,
 )
+from cluster.serving.prompt_reader import (
+    PromptReader,
+    are_long,
+    check_call,
+    check_num_sequences,
+    check_unicode,
+    truncated,
+    warn_of_dropped_texts,
+    warn_of_unknown_tokens,
+)
 from cluster.serving.reasoning import (
     detect_reasoning,
     reasoning_after,
     reasoning_of,
     with_headers,
 )
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.text.templates.request_templates import RequestTemplates
-from cluster.serving.validation.call_checks import check_call, check_num_sequences, truncated
-from cluster.serving.validation.prompt_reader import (
-    PromptReader,
-    are_long,
-    check_unicode,
-    warn_of_dropped_texts,
-    warn_of_unknown_tokens,
-)
+from cluster.serving.text.request_templates import RequestTemplates
+from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import limits_for
 from cluster.structured.token_matchers import vocabulary_of

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cluster.serving.text.templates.chat_template import ChatTemplate, InvalidTemplateError
+from cluster.serving.text.chat_template import ChatTemplate, InvalidTemplateError
 from cluster.structured.child_process import (
     lift_memory_limit,
     limit_memory,
@@ -41,7 +41,7 @@ from pagedray.machine import child_environment, lower_priority
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from cluster.serving.text.templates.chat_prompt import ChatPrompt
+    from cluster.serving.text.template_arguments import ChatPrompt
 
 __all__ = ["ProgramTemplates", "RequestTemplates", "TemplateProcess", "serve_templates"]
 

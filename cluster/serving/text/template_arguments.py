@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from cluster.serving.json_body import json_text
@@ -17,7 +18,10 @@ __all__ = [
     "EFFORTS",
     "MAX_DOCUMENTS",
     "MAX_EFFORT",
+    "ChatMessage",
+    "ChatPrompt",
     "Effort",
+    "MessageToolCall",
     "TemplateArguments",
     "check_effort",
     "check_variable_names",
@@ -32,7 +36,6 @@ _OWN_NAMES = frozenset(
     ("add_generation_prompt", "continue_final_message", "documents", "messages", "tools")
 )
 """Variables that other parameters set."""
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 MAX_EFFORT = 0.99
@@ -127,3 +130,49 @@ def _checked_documents(given: object, known: frozenset[str] | None) -> list[obje
             "documents is not supported: the model's chat template does not read it.", param=param
         )
     return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageToolCall:
+    """A tool call of an earlier turn of the assistant."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    tool_calls: tuple[MessageToolCall, ...] = ()
+    """The tool calls of an assistant's turn."""
+    tool_call_id: str | None = None
+    """The id of the call that a message of a tool answers."""
+    name: str | None = None
+    """The name of the author; in a tool's turn, of the tool."""
+    reasoning: str | None = None
+    """The model's reasoning before an assistant's turn."""
+    extra: Mapping[str, object] | None = None
+    """Further fields that the chat template may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model to continue."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    """Tools in the format of chat templates: `{"type": "function", "function": ...}`."""
+    adds_generation_prompt: bool = True
+    """Whether the rendered text ends with the start of an assistant turn."""
+    continues_final_message: bool = False
+    """Whether the model continues the text of the last message, in that message's role."""
+    variables: Mapping[str, object] = field(default_factory=dict)
+    """Values of further variables that the chat template reads."""
+    template: str | None = None
+    """The source of a chat template that replaces the model's."""
+    is_template_trusted: bool = False
+    """Whether `template` comes from the operator's program, and not from a client."""

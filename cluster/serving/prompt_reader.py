@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.inputs import InfillPrompt, Prompt
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, MAX_SALT_LENGTH, InfillPrompt, Prompt
 from cluster.serving.intake import IntakeLimits, check_num_messages, request_size
 from cluster.serving.text.literal_tokens import MarkedText
-from cluster.serving.text.templates.chat_prompt import ChatPrompt
-from cluster.serving.text.templates.request_templates import ProgramTemplates, RequestTemplates
+from cluster.serving.text.request_templates import ProgramTemplates, RequestTemplates
+from cluster.serving.text.template_arguments import ChatPrompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.field_checks import check_token_ids
+from pagedray.sampling_params import MAX_N
+from pagedray.text import pluralize, quote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from cluster.serving.inputs import GenerationInput
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
@@ -31,7 +34,11 @@ __all__ = [
     "DEFAULT_INSTRUCTION",
     "PromptReader",
     "are_long",
+    "check_call",
+    "check_num_sequences",
+    "check_truncation",
     "check_unicode",
+    "truncated",
     "warn_of_dropped_texts",
     "warn_of_unknown_tokens",
 ]
@@ -49,7 +56,6 @@ _LONG_VALUES = 2**13
 _LONGEST_TRUNCATED = 2**18
 """Characters of a text that is truncated once it is tokenized, even if the context is short.
 Tokenizing takes up to 300 bytes for each of them."""
-
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """The instruction for the model unless the client sends another."""
 _BEFORE = (
@@ -58,6 +64,8 @@ _BEFORE = (
     "<|im_start|>user\n"
 )
 _BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+_MAX_PRIORITY = 2**31 - 1
 
 
 class PromptReader:
@@ -387,3 +395,82 @@ def rerank_prompt(query: str, document: str, instruction: str) -> str:
     """Return the prompt; the next token is the answer."""
     pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     return f"{_BEFORE}{pair}{_BEHIND}"
+
+
+def check_call(given: GenerationInput) -> None:
+    """Raise InvalidRequestError for an invalid id, priority, salt or truncation."""
+    _check_client_id(given.client_id)
+    _check_priority(given.priority)
+    _check_cache_salt(given.cache_salt)
+    check_truncation(given.max_prompt_tokens)
+
+
+def check_num_sequences(num_prompts: int, n: int) -> None:
+    """Raise InvalidRequestError if a call has no prompt or too many sequences."""
+    if num_prompts == 0:
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    if num_prompts * n > MAX_N:
+        raise InvalidRequestError(
+            f"n = {n} for {pluralize(num_prompts, 'prompt')} requests {num_prompts * n} sequences; "
+            f"at most {MAX_N} are allowed.",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def check_truncation(num_kept: int | None) -> None:
+    """Raise InvalidRequestError if a prompt cannot be truncated to a number of tokens."""
+    if num_kept is not None and num_kept != -1 and num_kept < 1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1, or 1 or more, not {quote(num_kept)}.",
+            param="truncate_prompt_tokens",
+        )
+
+
+def _check_client_id(client_id: str | None) -> None:
+    if client_id is None:
+        return
+    if not (0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
+        raise InvalidRequestError(
+            f"request_id must have 1 to {MAX_CLIENT_ID_LENGTH} printable characters.",
+            param="request_id",
+        )
+
+
+def _check_priority(priority: int) -> None:
+    if not -_MAX_PRIORITY - 1 <= priority <= _MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}.",
+            param="priority",
+        )
+
+
+def _check_cache_salt(salt: str) -> None:
+    if len(salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt may have at most {MAX_SALT_LENGTH} characters, not {len(salt)}.",
+            param="cache_salt",
+        )
+    check_unicode(salt, "cache_salt")
+
+
+def truncated(
+    token_ids: tuple[int, ...],
+    num_kept: int | None,
+    *,
+    truncates_end: bool,
+    num_special: tuple[int, int] = (0, 0),
+) -> tuple[int, ...]:
+    """Return the beginning of a prompt, or its end; all of it if `num_kept` is None.
+
+    `num_special` special tokens before and after its text are kept; there must be room for them.
+    """
+    if num_kept is None or len(token_ids) <= num_kept:
+        return token_ids
+    begin, end = num_special[0], len(token_ids) - num_special[1]
+    num_removed = len(token_ids) - num_kept
+    kept = (
+        token_ids[begin : end - num_removed]
+        if truncates_end
+        else token_ids[begin + num_removed : end]
+    )
+    return token_ids[:begin] + kept + token_ids[end:]
