@@ -16,7 +16,7 @@ import torch
 
 from attention import cache
 from attention.batch import AttentionBatch, EncoderBatch
-from attention.kernels.new_tokens import Rotary
+from attention.kernels.arguments import Rotary
 from attention.params import AttentionParams, AttentionSpec, AttentionType, problems_of
 
 __all__ = [

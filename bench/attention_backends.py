@@ -28,10 +28,9 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch, AttentionInputs, AttentionParams, AttentionSpec
-from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
-from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
-from attention.gpu_backends import FlashInferBackend, TorchSDPAGpuBackend, XFormersBackend
+from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder, TorchSDPAGpuMetadataBuilder
 from attention.layer import Attention
+from attention.selector import FlashInferBackend, TorchSDPAGpuBackend, XFormersBackend
 from bench.records.command import command_and_date
 
 if TYPE_CHECKING:

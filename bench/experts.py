@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.expert_weights import ExpertWeights
+from attention.kernels.arguments import ExpertWeights
 from attention.kernels.triton.experts import choose_experts, expert_sums
 from bench.engine import write_results
 

@@ -23,9 +23,12 @@ import triton
 
 from attention.gpu.decode_schedule import DecodeDivision, DecodeMemory, DecodeScheduler
 from attention.gpu.shared_kernels import decode_division
-from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_decode import paged_decode
-from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
+from attention.kernels.triton.tuning import (
+    AttentionOptions,
+    PagedAttentionTuning,
+    default_decode_tuning,
+)
 from attention.params import AttentionParams
 
 LAUNCHES = 10

@@ -20,8 +20,8 @@ from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
 from pagedray.rank_progress import PoolReport
 from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
-from workers.layers.formats.fp8_rows import FP8
-from workers.layers.linear_kernels.choice import make_linear_kernel, replaced_kernels
+from workers.layers.formats.fp8_weight import FP8
+from workers.layers.linear_choice import make_linear_kernel, replaced_kernels
 from workers.memory_profile import (
     GraphSizes,
     MemoryProfile,
@@ -36,13 +36,12 @@ from workers.parallel.group import GroupBrokenError
 from workers.runner.checksum_jobs import ChecksumJobs
 from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
-from workers.runner.forward_pass import ForwardPass
+from workers.runner.forward_pass import ForwardPass, SampledAttention
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
 from workers.runner.model_runner import ModelRunner
 from workers.runner.persistent_pool import PoolMapper
 from workers.runner.piece_graphs import PieceGraphs
-from workers.runner.sampled_attention import SampledAttention
 from workers.runner.step_graphs import CaptureSetup
 from workers.runner.token_table import TokenTable
 from workers.sampler import Sampler

@@ -18,12 +18,11 @@ from pagedray.batch import StepOutput
 from pagedray.config import CacheSize, KernelReport
 from pagedray.rank_progress import Phase
 from workers.decoder_worker import DecoderWorker
-from workers.layers.linear_kernels.choice import replaced_kernels
+from workers.layers.linear_choice import replaced_kernels
 from workers.layers.weight import Layer, WeightShard
 from workers.models.bert import Bert, encoder_spec
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
-from workers.models.text_positions import text_positions
 from workers.weights.load_weights import load_weights, with_stored_experts, with_stored_head
 from workers.worker import Worker, release_gpu_memory
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
+    from numpy.typing import NDArray
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from pagedray.batch import Pooling, StepMasks, StepPlan, TextBatch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pagedray.model_config import DenseModule
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["EmbeddingWorker", "PendingVectors", "make_worker", "pooled"]
+__all__ = ["EmbeddingWorker", "PendingVectors", "make_worker", "pooled", "text_positions"]
 
 logger = logging.getLogger(__name__)
 
@@ -254,3 +254,23 @@ def make_worker(
     """Return the worker of one rank. Raises StartupError."""
     kind = EmbeddingWorker if config.model.pools else DecoderWorker
     return kind(config, group, device)
+
+
+def text_positions(
+    token_ids: NDArray[np.int64], lengths: NDArray[np.int32], *, padding_id: int | None = None
+) -> NDArray[np.int64]:
+    """Return the position of each token in its own text, `[num_tokens]`.
+
+    `token_ids` is `[num_tokens]`, the texts one after another; `lengths` is `[num_texts]`. Without
+    a `padding_id` positions count from 0. With a `padding_id` they follow RoBERTa (Liu et al.
+    2019): they count from `padding_id + 1`, and padding tokens, which are not counted, have
+    position `padding_id`.
+    """
+    starts = np.cumsum(lengths) - lengths
+    if padding_id is None:
+        return np.arange(len(token_ids)) - np.repeat(starts, lengths)
+    is_text = token_ids != padding_id
+    counts = np.cumsum(is_text)
+    counted_before = (counts - is_text)[starts]
+    within = counts - np.repeat(counted_before, lengths)
+    return np.where(is_text, padding_id + within, padding_id)

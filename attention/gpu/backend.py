@@ -12,6 +12,8 @@ import torch
 from attention.abstract import (
     AttentionBackend,
     AttentionBatch,
+    AttentionImpl,
+    AttentionInputs,
     AttentionMetadata,
     AttentionSpec,
     AttentionState,
@@ -21,7 +23,6 @@ from attention.abstract import (
 from attention.cache import check_pairs, runs_of
 from attention.cache import copy_blocks as copy_runs
 from attention.gpu.decode_schedule import DecodeMemory
-from attention.gpu.impl import GpuImpl
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 
 if TYPE_CHECKING:
@@ -232,3 +233,18 @@ def _no_decodes(spec: AttentionSpec) -> AttentionBatch:
         slot_mapping=slots,
         encoder=encoder if has_encoder else None,
     )
+
+
+class GpuImpl(AttentionImpl):
+    """The computation of one layer, which is the same for every backend on a GPU."""
+
+    def _attend(
+        self,
+        metadata: AttentionMetadata,
+        inputs: AttentionInputs,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        assert isinstance(metadata, GpuMetadata)
+        query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+        metadata.op(query, key, value, sinks, kv_cache, out, metadata.handle, self._layer_index)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from attention.gpu.batch import PinnedRing, copy_from_host
-from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
+from attention.kernels.arguments import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
 
 if TYPE_CHECKING:
     from attention.params import AttentionParams

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
-    from attention.kernels.new_tokens import NewTokens
+    from attention.kernels.arguments import NewTokens
 
 __all__ = [
     "FlashInferKernels",

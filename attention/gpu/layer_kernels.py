@@ -9,7 +9,7 @@ import torch
 from attention.abstract import AttentionInputs
 from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.decode_schedule import DecodeMemory
-from attention.kernels.new_tokens import NewTokens
+from attention.kernels.arguments import NewTokens
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["LayerCache", "LayerKernels", "LayerSet"]

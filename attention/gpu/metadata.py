@@ -1,9 +1,14 @@
-"""Metadata of a step on a GPU, and its builder."""
+"""Metadata of a step on a GPU, its builder, and the torch op of a layer."""
+
+from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import cached_property
-from typing import ClassVar
+from itertools import count
+from typing import ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -19,16 +24,30 @@ from attention.abstract import (
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
-from attention.gpu.unified_op import AttentionOp, handle_of
-from attention.kernels.new_tokens import NewTokens, Rotary
+from attention.kernels.arguments import NewTokens, Rotary
 
-__all__ = ["GpuMetadata", "GpuMetadataBuilder"]
+__all__ = ["GpuMetadata", "GpuMetadataBuilder", "TorchSDPAGpuMetadataBuilder", "define_op"]
+
+AttentionOp = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        torch.Tensor,
+        torch.Tensor,
+        int,
+        int,
+    ],
+    None,
+]
+"""Query, key, value, sinks, cache, out, the metadata's handle, the layer's index."""
 
 
 class GpuMetadata(AttentionMetadata):
     """One step, which is uploaded and planned when it is first needed."""
 
-    def __init__(self, batch: AttentionBatch, builder: "GpuMetadataBuilder") -> None:
+    def __init__(self, batch: AttentionBatch, builder: GpuMetadataBuilder) -> None:
         super().__init__(builder.padded(batch))
         # Without the padding of a graph, since padding has no next step.
         self._given = batch
@@ -47,20 +66,20 @@ class GpuMetadata(AttentionMetadata):
         return handle_of(self)
 
     @property
-    def prefill_metadata(self) -> "GpuMetadata | None":
+    def prefill_metadata(self) -> GpuMetadata | None:
         """Return metadata of the prefills alone, with buffers of its own."""
         if not self.num_prefills:
             return None
         return self._builder.alike().build(self._batch.prefills())
 
     @property
-    def decode_metadata(self) -> "GpuMetadata | None":
+    def decode_metadata(self) -> GpuMetadata | None:
         """Return metadata of the decodes and the padding, with buffers of its own."""
         if not self.num_decode_tokens:
             return None
         return self._builder.alike().build(self._batch.decodes())
 
-    def advance_step(self) -> "GpuMetadata":
+    def advance_step(self) -> GpuMetadata:
         """Return the metadata of the next decode-only step; this metadata becomes invalid."""
         following = self._builder.build(self._given.advanced(self._builder.spec.block_size))
         following._step_before = self._gpu_batch
@@ -235,7 +254,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         """Return the metadata of one step; the one built before is no longer valid."""
         return GpuMetadata(batch, self)
 
-    def alike(self) -> "GpuMetadataBuilder":
+    def alike(self) -> GpuMetadataBuilder:
         """Return another builder that plans in the same way, with buffers of its own."""
         return type(self)(self._spec)
 
@@ -314,3 +333,89 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
             kv_cache = kv_cache.view(self._spec.cache_dtype)
         params = self._spec.layers[layer_index]
         return LayerCache(kv_cache[:, place], kv_cache, place, params.k_scale, params.v_scale)
+
+
+class OpTarget(Protocol):
+    """The object that a handle identifies."""
+
+    def attend(
+        self,
+        layer_index: int,
+        inputs: AttentionInputs,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write a layer's keys and values to the cache, and attend."""
+
+
+_SCHEMA = (
+    "(Tensor query, Tensor? key, Tensor? value, Tensor? sinks, Tensor(a!) kv_cache, "
+    "Tensor(b!) out, int metadata, int layer_index) -> ()"
+)
+
+
+_library = torch.library.Library("pagedray", "DEF")
+
+
+# Global because an op can pass a number, but no object.
+_alive: WeakValueDictionary[int, OpTarget] = WeakValueDictionary()
+
+
+_handles = count()
+
+
+def handle_of(target: OpTarget) -> int:
+    """Return a number that identifies an object as long as it lives; call it once for each."""
+    handle = next(_handles)
+    _alive[handle] = target
+    return handle
+
+
+def define_op(name: str) -> AttentionOp:
+    """Return the op `pagedray::name`, newly registered."""
+    _library.define(name + _SCHEMA)
+    # All devices share one implementation; the schema declares the mutated tensors.
+    _library.impl(name, _run, "CUDA")
+    _library.impl(name, _run, "CPU")
+    _library.impl(name, _run_fake, "Meta")
+    op: AttentionOp = getattr(torch.ops.pagedray, name).default
+    return op
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    metadata: int,
+    layer_index: int,
+) -> None:
+    inputs = AttentionInputs(query, key, value, sinks=sinks)
+    _alive[metadata].attend(layer_index, inputs, kv_cache, out)
+
+
+def _run_fake(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    metadata: int,
+    layer_index: int,
+) -> None:
+    """Return without computing: meta tensors have no data."""
+
+
+class TorchSDPAGpuMetadataBuilder(GpuMetadataBuilder):
+    """Builds metadata for torch and the shared kernels."""
+
+    op = define_op("unified_torch_sdpa")
+
+    def _make_kernels(self, layers: LayerSet) -> LayerKernels:
+        # Imported here because it needs Triton.
+        from attention.gpu.shared_kernels import TorchSDPAKernels
+
+        return TorchSDPAKernels(layers)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
     from attention.gpu.layer_kernels import LayerCache, LayerSet
-    from attention.kernels.new_tokens import NewTokens
+    from attention.kernels.arguments import NewTokens
     from attention.params import AttentionParams, AttentionSpec
 
 __all__ = [

@@ -29,8 +29,8 @@ from pagedray.model_config import Dtype, Task
 from pagedray.sampling_params import SamplingParams
 from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_revision
 from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.quantization import with_method
 from workers.models.families.registry import check_parallel, read_model_config
-from workers.models.quantize_at_load import with_method
 from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:

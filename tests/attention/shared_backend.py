@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from attention.abstract import AttentionSpec
 from attention.gpu.backend import GpuBackend
 from attention.gpu.layer_kernels import LayerSet
-from attention.gpu.metadata import GpuMetadataBuilder
+from attention.gpu.metadata import GpuMetadataBuilder, define_op
 from attention.gpu.shared_kernels import SharedKernels
-from attention.gpu.unified_op import define_op
 
 __all__ = ["SharedBackend"]
 

@@ -5,7 +5,7 @@ import torch
 
 from attention.abstract import AttentionBackend
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from attention.gpu_backends import TorchSDPAGpuBackend
+from attention.selector import TorchSDPAGpuBackend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = TorchSDPABackend.get_kv_cache_shape(

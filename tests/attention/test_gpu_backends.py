@@ -15,7 +15,7 @@ import torch
 from attention.abstract import AttentionBackend, AttentionBatch, AttentionParams, AttentionType
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.gpu.backend import GpuBackend
-from attention.gpu_backends import (
+from attention.selector import (
     FlashInferBackend,
     HybridBackend,
     TorchSDPAGpuBackend,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pagedray.v1 import pagedray_pb2 as pb
-from workers.sampling.rows import generator_start, uniforms
+from workers.sampler import generator_start, uniforms
 
 _WORDS = (
     *("def", "class", "return", "import", "path", "file", "open", "read", "write", "config"),

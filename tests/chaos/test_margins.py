@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.chaos.requests import NUM_LOGPROBS, Spec, least_margin
+from workers.sampler import generator_start, uniforms
 from workers.sampling.choice import Draws
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.rows import generator_start, uniforms
 
 VOCAB_SIZE = 64
 PLACE, INDEX = 17, 2

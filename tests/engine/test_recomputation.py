@@ -11,8 +11,7 @@ from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
-from workers.layers.linear_kernels.choice import linear_kernel_class
-from workers.layers.linear_kernels.onednn_linear import PackedGemmLinear
+from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
 PROMPT = [3 + 7 * n for n in range(37)]
 NUM_DECODES = 40

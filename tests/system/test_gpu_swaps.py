@@ -24,9 +24,8 @@ from pagedray.node_memory import NodeMemory
 from pagedray.rank_progress import PoolReport, ProgressWord
 from tests.greedy import generated, settled_stats
 from tests.small_models.checkpoints import save_word_tokenizer
-from workers.runner.batched_copies import find_batched_copies
 from workers.runner.input_batch import InputBatch
-from workers.runner.kv_cache import KVCache, make_host_pool
+from workers.runner.kv_cache import KVCache, find_batched_copies, make_host_pool
 from workers.runner.model_runner import ModelRunner
 from workers.runner.pending_tokens import PendingTokens
 from workers.runner.persistent_pool import MappedPool

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from workers.layers.formats.make_kernel import make_format_kernel
-from workers.layers.linear_kernels.choice import linear_kernel_class
+from workers.layers.linear_choice import linear_kernel_class
 from workers.layers.sharded_logits import ShardedLogits
 from workers.layers.weight import Layer, MatrixPart, WeightShard, divided
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["ParallelHead", "VocabEmbedding"]
+__all__ = ["ParallelHead", "PositionEmbedding", "VocabEmbedding"]
 
 
 class VocabEmbedding(Layer):
@@ -163,4 +163,32 @@ class _VocabShard:
             shape=(self._vocab_size, rows.shape[1]),
             part=(slice(first, end), slice(None)),
             target=rows[: end - first],
+        )
+
+
+class PositionEmbedding(Layer):
+    """A learned vector for each position; every rank holds the whole table."""
+
+    def __init__(
+        self,
+        name: str,
+        max_positions: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._table = torch.empty(max_positions, hidden_size, dtype=dtype, device=device)
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]` for positions `[num_tokens]` int64."""
+        return functional.embedding(positions, self._table)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
+            name=self._name,
+            shape=tuple(self._table.shape),
+            part=(slice(None), slice(None)),
+            target=self._table,
         )

@@ -1,23 +1,40 @@
-"""The weighted sum of the experts of each row, `down(activation(gate(x)) * up(x))`."""
+"""The router, and the weighted sum of experts, `down(activation(gate(x)) * up(x))`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attention.kernels.expert_weights import ExpertWeights
+from attention.kernels.arguments import ExpertWeights
+from pagedray.model_config import ExpertsConfig
+from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.layers.activation import clamped_gate
-from workers.layers.linear_kernels.choice import make_linear_kernel
+from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
+from workers.layers.linear_choice import make_linear_kernel
+from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:
-    from workers.layers.expert_part import ExpertPart
-    from workers.layers.formats.mxfp4 import Mxfp4Matrix
-    from workers.layers.linear_kernels.linear_kernel import LinearKernel
-    from workers.layers.router import Choice
+    from collections.abc import Iterator
 
-__all__ = ["ExpertProduct", "GroupedExperts", "LinearExperts", "StackedExperts"]
+    from pagedray.rank_roofline import WeightWork
+    from workers.layers.linear_kernel import LinearKernel
+
+__all__ = [
+    "Choice",
+    "DequantizedExperts",
+    "ExpertPart",
+    "ExpertProduct",
+    "GroupedExperts",
+    "LinearExperts",
+    "Mxfp4Experts",
+    "Router",
+    "StackedExperts",
+    "make_expert_product",
+    "product_class",
+]
 
 
 class ExpertProduct(ABC):
@@ -199,3 +216,205 @@ class GroupedExperts(StackedExperts):
 
     def finalize(self) -> None:
         self._store(self._gate_up, self._down)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPart:
+    """Some columns of every expert, or some whole experts."""
+
+    config: ExpertsConfig
+    """Of all ranks together."""
+    experts: range
+    """The experts of this rank."""
+    hidden_size: int
+    intermediate_size: int
+    """Of each expert on this rank."""
+    has_output_bias: bool
+    """Whether this rank adds the biases of outputs."""
+    dtype: torch.dtype
+    """Of the rows that are multiplied."""
+    device: torch.device
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int]:
+        """The outputs and inputs of an expert's gate and up projection."""
+        return 2 * self.intermediate_size, self.hidden_size
+
+    @property
+    def down_shape(self) -> tuple[int, int]:
+        """The outputs and inputs of its down projection."""
+        return self.hidden_size, self.intermediate_size
+
+
+class Choice(NamedTuple):
+    """The experts of some tokens."""
+
+    experts: torch.Tensor
+    """Their indices, `[num_tokens, num_chosen]` int64, or int32 on a GPU."""
+    weights: torch.Tensor
+    """The weights of their outputs, `[num_tokens, num_chosen]` float32."""
+
+
+class Router(Layer):
+    """Chooses the experts of the highest softmax; all ranks compute it, with the same result."""
+
+    def __init__(
+        self,
+        name: str,
+        experts: ExpertsConfig,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._shape = (experts.num_experts, hidden_size)
+        self._num_chosen = experts.num_chosen
+        self._is_renormalized = experts.is_renormalized
+        self._kernel = make_linear_kernel(
+            *self._shape, has_bias=experts.has_bias, dtype=dtype, device=device
+        )
+
+    def __call__(self, x: torch.Tensor) -> Choice:
+        """Return the experts of each of `[num_tokens, hidden_size]`."""
+        logits = self._kernel(x)
+        if logits.is_cuda:
+            # Triton is absent on machines without a GPU.
+            from attention.kernels.triton.experts import choose_experts
+
+            return Choice(
+                *choose_experts(logits, self._num_chosen, is_renormalized=self._is_renormalized)
+            )
+        probabilities = logits.softmax(1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self._num_chosen, dim=1)
+        if self._is_renormalized:
+            weights = weights / weights.sum(1, keepdim=True)
+        return Choice(experts, weights)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
+            name=f"{self._name}.weight",
+            shape=self._shape,
+            part=(slice(None), slice(None)),
+            target=self._kernel.weight,
+        )
+        if self._kernel.bias is not None:
+            yield WeightShard(
+                name=f"{self._name}.bias",
+                shape=self._shape[:1],
+                part=(slice(None),),
+                target=self._kernel.bias,
+            )
+
+    def finalize(self) -> None:
+        self._kernel.finalize()
+
+    def weight_work(self) -> WeightWork:
+        return self._kernel.work(*self._shape)
+
+
+class Mxfp4Experts(StackedExperts):
+    """Experts with weights in mxfp4, dequantized in registers; rows are bfloat16."""
+
+    def _allocate(self, part: ExpertPart) -> None:
+        assert part.dtype == torch.bfloat16
+        self._gate_up, self._down = (
+            Mxfp4Matrix.empty(len(part.experts), *shape, device=part.device)
+            for shape in (part.gate_up_shape, part.down_shape)
+        )
+
+    def gate_up(self, expert: int) -> Mxfp4Matrix:
+        return self._gate_up[expert]
+
+    def down(self, expert: int) -> Mxfp4Matrix:
+        return self._down[expert]
+
+    def finalize(self) -> None:
+        # The kernels read the scales of a block of inputs, for adjacent outputs.
+        gate_up_scales, down_scales = (
+            matrix.scales.view(torch.uint8).transpose(1, 2).contiguous()
+            for matrix in (self._gate_up, self._down)
+        )
+        self._store(
+            _packed(self._gate_up),
+            _packed(self._down),
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+        )
+        # Free the tensors that the kernels do not read.
+        self._gate_up = self._down = Mxfp4Matrix.empty(0, 0, device=self._gate_up.blocks.device)
+
+
+class DequantizedExperts(ExpertProduct):
+    """Experts with weights in mxfp4 that are dequantized when they are loaded."""
+
+    def __init__(self, part: ExpertPart) -> None:
+        self._plain = _plain_class(part.device)(part)
+        self._gate_up, self._down = (
+            [Mxfp4Matrix.empty(*shape, device=part.device) for _ in part.experts]
+            for shape in (part.gate_up_shape, part.down_shape)
+        )
+
+    def gate_up(self, expert: int) -> Mxfp4Matrix:
+        return self._gate_up[expert]
+
+    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
+        return self._plain.gate_up_bias(expert)
+
+    def down(self, expert: int) -> Mxfp4Matrix:
+        return self._down[expert]
+
+    def down_bias(self, expert: int) -> torch.Tensor | None:
+        return self._plain.down_bias(expert)
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return self._plain(x, choice)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._plain.num_bytes
+
+    def finalize(self) -> None:
+        for expert in reversed(range(len(self._gate_up))):
+            for target, stored in (
+                (self._plain.gate_up(expert), self._gate_up.pop()),
+                (self._plain.down(expert), self._down.pop()),
+            ):
+                target.copy_(dequantized_mxfp4(stored, target.dtype))
+        self._plain.finalize()
+
+
+def make_expert_product(part: ExpertPart) -> ExpertProduct:
+    """Return the product for the stored weights, the dtype of rows and the device."""
+    return product_class(part.config, dtype=part.dtype, device=part.device)(part)
+
+
+def product_class(
+    config: ExpertsConfig, *, dtype: torch.dtype, device: torch.device
+) -> type[GroupedExperts | LinearExperts | Mxfp4Experts | DequantizedExperts]:
+    """Return the class of the product for the stored weights, the dtype of rows and the device."""
+    if not config.is_mxfp4:
+        return _plain_class(device)
+    # CPUs, and products in other dtypes, have no kernel for it.
+    is_multiplied = device.type == "cuda" and dtype == torch.bfloat16
+    return Mxfp4Experts if is_multiplied else DequantizedExperts
+
+
+def _packed(matrix: Mxfp4Matrix) -> torch.Tensor:
+    """Return the numbers of all experts as the kernels read them, in place if they fit."""
+    # Triton is absent on machines without a GPU.
+    from attention.kernels.triton.experts import mxfp4_row_bytes, packed_mxfp4
+
+    blocks = matrix.blocks
+    num_experts, out_size, num_blocks, _ = blocks.shape
+    packed = blocks.flatten(2)
+    if num_blocks % 2:
+        row_bytes = mxfp4_row_bytes(num_blocks * MXFP4_BLOCK_SIZE)
+        packed = blocks.new_empty(num_experts, out_size, row_bytes)
+    for expert in range(num_experts):
+        packed[expert].copy_(packed_mxfp4(blocks[expert]))
+    return packed
+
+
+def _plain_class(device: torch.device) -> type[GroupedExperts | LinearExperts]:
+    return GroupedExperts if device.type == "cuda" else LinearExperts

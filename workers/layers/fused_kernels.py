@@ -15,7 +15,7 @@ import torch
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 
 if TYPE_CHECKING:
-    from attention.kernels.row_types import QuantizedRows
+    from attention.kernels.arguments import QuantizedRows
     from pagedray.model_config import Activation
 
 __all__ = [

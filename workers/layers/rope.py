@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.new_tokens import Rotary
+from attention.kernels.arguments import Rotary
 from workers.layers.fused_kernels import rotate_kernel
 
 if TYPE_CHECKING:

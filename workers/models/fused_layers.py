@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows, SplitKPartials
+from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, SplitKPartials
 from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP
@@ -25,10 +25,10 @@ from workers.parallel.pending_sum import PendingSum
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from attention.kernels.new_tokens import Rotary
+    from attention.kernels.arguments import Rotary
     from pagedray.model_config import ModelConfig
     from workers.layers.experts import ExpertLayer
-    from workers.layers.linear_kernels.linear_kernel import LinearKernel
+    from workers.layers.linear_kernel import LinearKernel
     from workers.layers.norm import Norm
     from workers.layers.rope import Rotation
     from workers.models.decoder_layer import DecoderLayer

@@ -11,9 +11,8 @@ from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.layer import Attention
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
-from workers.layers.norm import QKNorm
+from workers.layers.norm import QKNorm, WholeQKNorm
 from workers.layers.weight import CompositeLayer, WeightShard, part_of
-from workers.layers.whole_qk_norm import WholeQKNorm
 from workers.models.step_attention import HeadInputs
 
 if TYPE_CHECKING:

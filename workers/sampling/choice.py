@@ -25,25 +25,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from workers.sampling.arrays import FloatArray, IntArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["CHUNK_SIZE", "Choice", "Draws"]
+__all__ = ["CHUNK_SIZE", "Choice", "Draws", "FloatArray", "IntArray", "select_rows", "upload"]
 
 # Sums over the vocabulary go by chunks, then through the chosen chunk: no running sum is that long.
 CHUNK_SIZE = 128
-
 _LAST = 0x7FFFFFFF
 """The key of NaN, which is larger than that of any score, and the largest id."""
 _INFINITE_SCORE = 0x7F800000
 _NO_SCORE = -0x7F800001
 _NO_LEADER = -(1 << 63)
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,3 +104,19 @@ class Choice(ABC):
     @abstractmethod
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
         """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:  # Any: every element type
+    """Return the array as a tensor on `device`; does not synchronize with it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    # A copy from pageable memory would synchronize with the device.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def select_rows(matrix: Tensor, indices: IntArray) -> Tensor:
+    """Return these rows of the matrix, or the matrix itself for all rows in order."""
+    if len(indices) == len(matrix):
+        return matrix
+    return matrix.index_select(0, upload(indices, matrix.device))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from attention.gpu.batch import PinnedRing, copy_from_host
 from attention.kernels.triton.choice import (
     choose_filtered,
     choose_greedy,
@@ -18,16 +19,19 @@ from attention.kernels.triton.choice import (
     take_leaders,
 )
 from attention.kernels.triton.choice.scores import NUM_PARAMETERS
-from workers.sampling.arrays import IntArray, select_rows, upload
-from workers.sampling.choice import CHUNK_SIZE, Choice, Draws
+from workers.sampling.choice import CHUNK_SIZE, Choice, Draws, IntArray, select_rows, upload
 
 if TYPE_CHECKING:
-    from workers.sampling.uploader import Uploader
+    from numpy.typing import NDArray
 
-__all__ = ["TorchChoice", "TritonChoice"]
+__all__ = ["TorchChoice", "TritonChoice", "Uploader"]
 
 # Up to here selecting the first tokens is cheaper than sorting all.
 MOST_SELECTED = 1024
+
+_NUM_BUFFERS = 32
+"""More than the uploads of two steps: the host may be one step ahead of the device."""
+_WORD_BYTES = 8
 
 
 class TritonChoice(Choice):
@@ -180,3 +184,24 @@ def _columns(device: torch.device, *arrays: np.ndarray) -> tuple[Tensor, ...]:
     """Return the arrays as float64 columns `[num_rows, 1]` on the device, in one copy."""
     columns = upload(np.stack(arrays, dtype=np.float64), device)
     return columns.unsqueeze(-1).unbind(0)
+
+
+class Uploader:
+    """Uploads arrays to one device, without waiting for it or for copies of blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._ring = PinnedRing(device, num_buffers=_NUM_BUFFERS)
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:  # Any: element types of 8 bytes
+        """Return an array of int64 or float64 as a tensor of its shape on the device."""
+        array = np.ascontiguousarray(array)
+        tensor = torch.from_numpy(array)
+        assert array.itemsize == _WORD_BYTES
+        if self.device.type == "cpu":
+            return tensor
+        uploaded = torch.empty(array.size, dtype=torch.int64, device=self.device)
+        with self._ring.next_buffer(array.size) as words:
+            words.numpy()[:] = array.reshape(-1).view(np.int64)
+            copy_from_host(uploaded, words)
+        return uploaded.view(tensor.dtype).view(array.shape)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedray.sampling_params import MAX_BAD_WORD_TOKENS
-from workers.sampling.arrays import IntArray, upload
+from workers.sampling.choice import IntArray, upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from workers.device_event import DeviceEvent, record_event
-from workers.sampling.arrays import IntArray, select_rows, upload
+from workers.sampling.choice import IntArray, select_rows, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from workers.sampling.choice import CHUNK_SIZE, Choice, Draws
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.sampling.arrays import IntArray
+    from workers.sampling.choice import IntArray
 
 __all__ = ["NumpyChoice"]
 

@@ -19,7 +19,7 @@ import torch
 from pagedray.errors import CheckpointError
 from pagedray.text import pluralize
 from pagedray.weight_format import CacheScales
-from workers.layers.formats.fp8_rows import quantized_rows
+from workers.layers.formats.fp8_weight import quantized_rows
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.gguf_tensors import GgufModel, gguf_link
 from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name

@@ -15,7 +15,7 @@ import torch
 from attention.kernels.cpu.finite_copy import are_finite, copy_finite
 from pagedray.errors import CheckpointError
 from pagedray.machine import num_usable_cores
-from workers.layers.formats.fp8_rows import FP8
+from workers.layers.formats.fp8_weight import FP8
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.checkpoint import (
     HEAD_NAME,

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.tiles import (
     attend,
     count_sinks,
@@ -27,11 +26,12 @@ from attention.kernels.triton.tiles import (
 from attention.kernels.triton.tuning import (
     PagedAttentionTuning,
     default_chunk_tuning,
+    dot_type,
     next_power_of_two,
 )
 
 if TYPE_CHECKING:
-    from attention.kernels.triton.options import AttentionOptions
+    from attention.kernels.triton.tuning import AttentionOptions
 
 __all__ = ["KeyLayout", "attend_chunks", "paged_attention", "ragged_attention"]
 

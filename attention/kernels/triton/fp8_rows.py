@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.row_types import QuantizedRows
+from attention.kernels.arguments import QuantizedRows
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 

@@ -18,7 +18,7 @@ from attention.kernels.triton.kernel_launcher import (
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
-    from attention.kernels.row_types import QuantizedRows
+    from attention.kernels.arguments import QuantizedRows
 
 __all__ = ["Gate", "gated", "quantized_gated", "rounded_gate"]
 

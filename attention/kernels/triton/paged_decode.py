@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.decode_items import NUM_ITEM_WORDS
+from attention.kernels.arguments import NUM_ITEM_WORDS
 from attention.kernels.triton.attend_item import attend_item
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.kernel_launcher import RepeatedLaunch, can_depend, launch_options
 from attention.kernels.triton.tiles import stride_unit
-from attention.kernels.triton.tuning import next_power_of_two
+from attention.kernels.triton.tuning import dot_type, next_power_of_two
 
 if TYPE_CHECKING:
-    from attention.kernels.decode_items import DecodeItems
-    from attention.kernels.new_tokens import NewTokens
-    from attention.kernels.triton.options import AttentionOptions
-    from attention.kernels.triton.tuning import PagedAttentionTuning
+    from attention.kernels.arguments import DecodeItems, NewTokens
+    from attention.kernels.triton.tuning import AttentionOptions, PagedAttentionTuning
 
 __all__ = ["PagedDecode", "paged_decode"]
 

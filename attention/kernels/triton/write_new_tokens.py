@@ -18,7 +18,7 @@ from attention.kernels.triton.norm_rope import rotated_pairs
 from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
-    from attention.kernels.new_tokens import NewTokens
+    from attention.kernels.arguments import NewTokens
 
 __all__ = ["write_new_tokens"]
 

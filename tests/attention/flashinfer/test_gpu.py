@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.gpu_backends import FlashInferBackend, HybridBackend
-from attention.selector import select_backend
+from attention.selector import FlashInferBackend, HybridBackend, select_backend
 from tests.attention.gpu_steps import FEATURES, NEEDS_GPU, gpu_rig, heads_of, run_steps
 from tests.attention.rig import Rig, params_of
 

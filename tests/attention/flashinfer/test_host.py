@@ -10,8 +10,7 @@ import torch
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.gpu.batch import SubBatch
 from attention.gpu.flashinfer_pages import PageUploader, plan_arguments
-from attention.gpu_backends import FlashInferBackend, reason_for_shared
-from attention.selector import select_backend
+from attention.selector import FlashInferBackend, reason_for_shared, select_backend
 from tests.attention.rig import params_of
 
 CPU = torch.device("cpu")

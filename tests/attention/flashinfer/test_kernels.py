@@ -11,8 +11,8 @@ import torch
 
 from attention.abstract import AttentionParams, AttentionType
 from attention.gpu.backend import GpuBackend
-from attention.gpu_backends import FlashInferBackend, HybridBackend
 from attention.params import KV_CACHE_DTYPES
+from attention.selector import FlashInferBackend, HybridBackend
 from tests.attention.flashinfer.fake_flashinfer import (
     FakeMemory,
     FakeScratch,

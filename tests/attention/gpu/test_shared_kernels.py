@@ -10,7 +10,7 @@ import torch
 from attention.abstract import AttentionInputs, AttentionMetadata, AttentionParams, AttentionType
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
-from attention.kernels.decode_items import DecodeScratch
+from attention.kernels.arguments import DecodeScratch
 from attention.params import KV_CACHE_DTYPES
 from pagedray.model_config import RopeConfig
 from tests.attention.gpu_steps import check_graph_inputs

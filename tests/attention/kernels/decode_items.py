@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attention.gpu.decode_schedule import DecodeDivision, SplitCosts
-from attention.kernels.decode_items import DecodeItems, DecodeScratch
+from attention.kernels.arguments import DecodeItems, DecodeScratch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

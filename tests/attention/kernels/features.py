@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.tuning import AttentionOptions
 
 __all__ = ["FEATURES", "HEADS", "SLOW_FEATURES", "Shape", "options_of", "sinks_for"]
 

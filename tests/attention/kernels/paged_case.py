@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attention.kernels.new_tokens import NewTokens, Rotary
+from attention.kernels.arguments import NewTokens, Rotary
 from attention.kernels.triton.chunk_attention import paged_attention, ragged_attention
 from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
@@ -23,7 +23,7 @@ from tests.attention.kernels.two_sided_reference import two_sided_attention
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attention.kernels.triton.options import AttentionOptions
+    from attention.kernels.triton.tuning import AttentionOptions
     from tests.attention.kernels.features import Shape
 
 __all__ = ["PagedCase"]

@@ -22,7 +22,7 @@ from attention.kernels.triton.norm_rope import add_norm, quantized_add_norm
 from tests.attention.kernels.kernel_device import DEVICE
 
 if TYPE_CHECKING:
-    from attention.kernels.row_types import QuantizedRows
+    from attention.kernels.arguments import QuantizedRows
 
 TUNING = SkinnyGemmTuning(tile_columns=16, tile_depth=32, num_warps=2, num_stages=3)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,15 +11,14 @@ import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.kernel_launcher import KernelLauncher, RepeatedLaunch
-from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_decode import PagedDecode, paged_decode
-from attention.kernels.triton.tuning import default_decode_tuning
+from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.features import FEATURES, HEADS, Shape
 from tests.attention.kernels.paged_case import PagedCase
 
 if TYPE_CHECKING:
-    from attention.kernels.decode_items import DecodeItems
+    from attention.kernels.arguments import DecodeItems
 
 pytestmark = [
     pytest.mark.gpu,

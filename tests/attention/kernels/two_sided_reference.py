@@ -2,7 +2,7 @@
 
 import torch
 
-from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.tuning import AttentionOptions
 
 __all__ = ["two_sided_attention"]
 

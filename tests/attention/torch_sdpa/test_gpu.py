@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionType
-from attention.gpu_backends import TorchSDPAGpuBackend
+from attention.selector import TorchSDPAGpuBackend
 from tests.attention.gpu_steps import NEEDS_GPU
 from tests.attention.rig import Rig, params_of
 from tests.attention.torch_sdpa.test_matrix import (

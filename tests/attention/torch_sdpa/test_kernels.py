@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
-from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
-from attention.gpu_backends import TorchSDPAGpuBackend
-from attention.selector import select_backend
+from attention.gpu.metadata import TorchSDPAGpuMetadataBuilder
+from attention.selector import TorchSDPAGpuBackend, select_backend
 from tests.attention.rig import Rig, params_of
 
 pytest.importorskip("triton")

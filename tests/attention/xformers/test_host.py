@@ -10,8 +10,7 @@ import torch
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.gpu.layer_kernels import LayerSet
 from attention.gpu.xformers_unsupported import unsupported_by_decode, unsupported_by_prefill
-from attention.gpu_backends import XFormersBackend, XFormersMetadataBuilder
-from attention.selector import select_backend
+from attention.selector import XFormersBackend, XFormersMetadataBuilder, select_backend
 from tests.attention.rig import params_of
 
 PLAIN = params_of(8, 2, 128)

@@ -10,14 +10,17 @@ from torch.nn import functional
 
 from pagedray.model_config import ClampedGate, ExpertsConfig, TensorNames
 from tests.workers.lone_rank import LoneRank
-from workers.layers.expert_part import ExpertPart
-from workers.layers.expert_product import GroupedExperts, LinearExperts
+from workers.layers.expert_product import (
+    Choice,
+    DequantizedExperts,
+    ExpertPart,
+    GroupedExperts,
+    LinearExperts,
+    Mxfp4Experts,
+)
 from workers.layers.experts import ExpertLayer
 from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix
-from workers.layers.linear_kernels.choice import linear_kernel_class
-from workers.layers.linear_kernels.onednn_linear import PackedGemmLinear
-from workers.layers.mxfp4_experts import DequantizedExperts, Mxfp4Experts
-from workers.layers.router import Choice
+from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 from workers.parallel.group import ParallelGroup, SoloGroup
 
 CPU = torch.device("cpu")

@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.arguments import SplitKPartials
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
-from attention.kernels.row_types import SplitKPartials
 from pagedray.model_config import RopeConfig
-from workers.layers.linear_kernels import onednn_linear
-from workers.layers.linear_kernels.choice import linear_kernel_class, make_linear_kernel
-from workers.layers.linear_kernels.linear_kernel import DenseLinear, LinearKernel
-from workers.layers.linear_kernels.onednn_linear import (
+from workers.layers import linear_choice
+from workers.layers.linear_choice import (
     OneDnnLinear,
     PackedGemmLinear,
     SharedLayoutLinear,
+    linear_kernel_class,
+    make_linear_kernel,
 )
+from workers.layers.linear_kernel import DenseLinear, LinearKernel
 from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 from workers.models.fused_layers import FusedNorm
@@ -156,7 +157,7 @@ def test_bfloat16_is_multiplied_where_onednn_does_not(
 ) -> None:
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr("torch.ops.mkldnn._reorder_linear_weight", None)
-    monkeypatch.setattr(onednn_linear, "_linear", None)
+    monkeypatch.setattr(linear_choice, "_linear", None)
     if not has_compiler:
         monkeypatch.setattr(PackedGemm, "make", lambda *_, **__: None)
     weight, x = torch.randn(64, 50).bfloat16(), torch.randn(3, 50).bfloat16()
@@ -198,9 +199,9 @@ def test_few_rows_are_multiplied_in_the_memory_of_onednn(dtype: torch.dtype) -> 
 def test_onednn_multiplies_more_than_a_few_rows(
     dtype: torch.dtype, has_amx: bool, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn_linear, "has_amx", lambda: has_amx)
+    monkeypatch.setattr(linear_choice, "has_amx", lambda: has_amx)
     kernel, x, _ = _linear(SharedLayoutLinear, 74, few_rows + 1, dtype=dtype, has_bias=False)
-    monkeypatch.setattr(onednn_linear, "_linear", None)
+    monkeypatch.setattr(linear_choice, "_linear", None)
     assert kernel(x[:few_rows]).shape == (few_rows, 74)
     with pytest.raises(TypeError):
         kernel(x)

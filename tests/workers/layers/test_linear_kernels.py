@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.row_types import SplitKPartials
-from workers.layers.linear_kernels.hopper_linear import HopperLinear
-from workers.layers.linear_kernels.onednn_linear import OneDnnLinear, num_padded_rows
+from attention.kernels.arguments import SplitKPartials
+from workers.layers.hopper_linear import HopperLinear
+from workers.layers.linear_choice import OneDnnLinear, num_padded_rows
 
 CPU = torch.device("cpu")
 # Without a GPU the interpreter of Triton runs the kernel.

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.row_types import SplitKPartials
-from workers.layers.linear_kernels.hopper_linear import HopperLinear
-from workers.layers.linear_kernels.split_product import is_faster_split
+from attention.kernels.arguments import SplitKPartials
+from workers.layers.hopper_linear import HopperLinear, is_faster_split
 from workers.layers.norm import RMSNorm
 from workers.models.fused_layers import FusedNorm
 

@@ -29,9 +29,9 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from tests.workers.models.bart.config import read_bart_config
 from tests.workers.models.bart.model import Bart, bart_spec
+from workers.embedding_worker import text_positions
 from workers.models.bert import Bert, encoder_spec
 from workers.models.families.registry import read_model_config
-from workers.models.text_positions import text_positions
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import fill_shards, load_weights
 

@@ -18,8 +18,8 @@ from pagedray.errors import CheckpointError, StartupError
 from tests.small_models.mxfp4 import quantize_experts, value_of
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import CPU, loaded_model, run, token_ids
+from workers.layers.expert_product import DequantizedExperts, Mxfp4Experts, product_class
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
-from workers.layers.mxfp4_experts import DequantizedExperts, Mxfp4Experts, product_class
 from workers.models.decoder import Decoder
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.parallel.group import SoloGroup

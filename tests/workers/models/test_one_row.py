@@ -12,14 +12,14 @@ import torch
 from pagedray import LLM, SamplingParams
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
-from workers.layers.linear_kernels import choice
-from workers.layers.linear_kernels.hopper_linear import HopperLinear
+from workers.layers import linear_choice
+from workers.layers.hopper_linear import HopperLinear
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attention.kernels.row_types import DeferredRMSNorm, SplitKPartials
+    from attention.kernels.arguments import DeferredRMSNorm, SplitKPartials
     from cluster.llm.generation import Completion
 
 pytest.importorskip("triton")
@@ -73,7 +73,7 @@ class PlainLinear(HopperLinear):
 
 
 def use(kind: type[HopperLinear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "linear_kernel_class", lambda dtype, device: kind)
+    monkeypatch.setattr(linear_choice, "linear_kernel_class", lambda dtype, device: kind)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")

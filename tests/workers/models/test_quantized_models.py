@@ -29,9 +29,9 @@ from tests.workers.reference import (
     save_checkpoint,
     token_ids,
 )
+from workers.models.config_json.quantization import with_method
 from workers.models.decoder import Decoder
 from workers.models.families.registry import check_parallel, read_model_config
-from workers.models.quantize_at_load import with_method
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights
 

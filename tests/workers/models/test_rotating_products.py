@@ -9,15 +9,15 @@ import torch
 
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
-from workers.layers.linear_kernels import choice
-from workers.layers.linear_kernels.linear_kernel import DenseLinear
+from workers.layers import linear_choice
+from workers.layers.linear_kernel import DenseLinear
 from workers.models import fused_layers
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attention.kernels.new_tokens import Rotary
+    from attention.kernels.arguments import Rotary
     from workers.parallel.group import ParallelGroup
 
 # A bias, two embeddings, scaled ones, pairs of adjacent elements, one projection in the file.
@@ -59,7 +59,7 @@ class RotatingLinear(DenseLinear):
 
 @pytest.fixture(autouse=True)
 def products_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "linear_kernel_class", lambda dtype, device: RotatingLinear)
+    monkeypatch.setattr(linear_choice, "linear_kernel_class", lambda dtype, device: RotatingLinear)
     monkeypatch.setattr(RotatingLinear, "num_rows", [])
 
 

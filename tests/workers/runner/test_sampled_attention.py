@@ -14,15 +14,15 @@ from attention.params import storage_dtype
 from pagedray.config import EngineConfig
 from tests.attention.shared_backend import SharedBackend
 from tests.workers.reference import reference_logits, save_checkpoint, token_ids
-from workers.layers.linear_kernels import choice
-from workers.layers.linear_kernels.linear_kernel import DenseLinear
+from workers.layers import linear_choice
+from workers.layers.linear_kernel import DenseLinear
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.models.step_attention import CachedAttention
 from workers.parallel.group import SoloGroup
+from workers.runner.forward_pass import SampledAttention
 from workers.runner.input_batch import StepInputs
-from workers.runner.sampled_attention import SampledAttention
 from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ SAMPLED = [22, 18, 17]
 def test_sampled_tokens_are_those_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "linear_kernel_class", lambda dtype, device: FullLinear)
+    monkeypatch.setattr(linear_choice, "linear_kernel_class", lambda dtype, device: FullLinear)
     save_checkpoint(name, tmp_path)
     rank, whole = Rank(tmp_path, SoloGroup()), Rank(tmp_path, SoloGroup())
     assert len(rank.run(FIRST, samples_last_layer=True)) == 0

@@ -29,10 +29,10 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
+from workers.sampler import generator_start, uniforms
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.rows import generator_start, uniforms
 
 if TYPE_CHECKING:
     from workers.sampler import Sampler

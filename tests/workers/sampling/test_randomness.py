@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.workers.sampling.sampler_rig import assert_fits
-from workers.sampling.rows import finalize, generator_start, uniforms
+from workers.sampler import finalize, generator_start, uniforms
 
 PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423]
 """The first outputs of SplitMix64 that starts at 1234567."""

@@ -14,8 +14,7 @@ from workers.sampling.edits import num_mask_bytes
 from workers.sampling.numpy_choice import NumpyChoice
 
 if TYPE_CHECKING:
-    from workers.sampling.arrays import IntArray
-    from workers.sampling.choice import Draws
+    from workers.sampling.choice import Draws, IntArray
 
 from tests.workers.sampling.sampler_rig import (
     CPU,

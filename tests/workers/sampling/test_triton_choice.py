@@ -10,9 +10,8 @@ import torch
 
 from tests.workers.sampling.choice_reference import RankedRow, draw
 from workers.sampling.choice import Choice, Draws
-from workers.sampling.device_choice import TritonChoice, _parameters
+from workers.sampling.device_choice import TritonChoice, Uploader, _parameters
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.uploader import Uploader
 
 NUM_ROWS = 6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.workers.devices import DEVICES
-from workers.sampling.uploader import Uploader
+from workers.sampling.device_choice import Uploader
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from workers.layers.formats.fp8_rows import FP8
-from workers.layers.formats.stored_weight import StoredWeight
+from workers.layers.formats.quantized_linear import StoredWeight
 from workers.layers.weight import WeightShard
 
 if TYPE_CHECKING:
@@ -20,7 +19,11 @@ if TYPE_CHECKING:
     from pagedray.weight_format import Fp8Format
     from workers.layers.weight import MatrixPart
 
-__all__ = ["Fp8Weight"]
+__all__ = ["FP8", "Fp8Weight", "quantized_rows"]
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest value."""
 
 
 class Fp8Weight(StoredWeight):
@@ -128,3 +131,15 @@ class Fp8Weight(StoredWeight):
 
 def _scalar(name: str, target: torch.Tensor) -> WeightShard:
     return WeightShard(name=name, shape=(1,), part=(slice(None),), target=target, dummy=1.0)
+
+
+def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows in float8_e4m3fn and their scales, `[num_rows, 1]` float32.
+
+    The largest magnitude of a row is mapped to the largest value. Finite rows have finite scales.
+    """
+    exact = rows.float()
+    scales = exact.abs().amax(1, keepdim=True).div_(FP8_MAX)
+    # A row of zeros may have any scale but 0.
+    scales.masked_fill_(scales == 0.0, 1.0)
+    return exact.div(scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales

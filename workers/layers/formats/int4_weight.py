@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import CheckpointError
-from workers.layers.formats.int4_packing import unpacked
-from workers.layers.formats.stored_weight import StoredWeight
+from workers.layers.formats.quantized_linear import StoredWeight
 from workers.layers.weight import MatrixPart, WeightShard
 
 if TYPE_CHECKING:
@@ -23,6 +22,9 @@ _MIDDLE = 8
 """The number that stands for zero in a symmetric format."""
 _NO_GROUP = -1
 """The group of inputs of dummy weights, which have groups in order."""
+
+# Where AWQ's kernels find number 0, 1, 2, ... of a word.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -216,3 +218,17 @@ def _divided(part: slice, size: int, step: int) -> slice:
             f"{end}; use fewer ranks."
         )
     return slice(first // step, end // step)
+
+
+def unpacked(
+    words: torch.Tensor, dim: int, *, is_awq: bool = False, num_bits: int = 4
+) -> torch.Tensor:
+    """Return the uint8 numbers in an int32 matrix; `dim` becomes `32 / num_bits` times as long."""
+    places = _AWQ_PLACES if is_awq else range(32 // num_bits)
+    shifts = torch.tensor(
+        [num_bits * place for place in places], dtype=torch.int32, device=words.device
+    )
+    shape = [1, 1, 1]
+    shape[dim + 1] = len(shifts)
+    numbers = words.unsqueeze(dim + 1).bitwise_right_shift(shifts.view(shape))
+    return numbers.bitwise_and_(2**num_bits - 1).to(torch.uint8).flatten(dim, dim + 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import CheckpointError
-from workers.layers.formats.stored_weight import StoredWeight
+from workers.layers.formats.quantized_linear import StoredWeight
 from workers.layers.weight import WeightShard
 
 if TYPE_CHECKING:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.linear_kernels.choice import make_linear_kernel
-from workers.layers.linear_kernels.linear_kernel import LinearKernel
+from workers.layers.linear_choice import make_linear_kernel
+from workers.layers.linear_kernel import LinearKernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.layers.formats.stored_weight import StoredWeight
     from workers.layers.weight import MatrixPart, WeightShard
 
-__all__ = ["DequantizedLinear", "QuantizedLinear"]
+__all__ = ["DequantizedLinear", "QuantizedLinear", "StoredWeight"]
 
 
 class QuantizedLinear(LinearKernel):
@@ -87,3 +86,22 @@ class DequantizedLinear(QuantizedLinear):
             kernel.bias.copy_(self.bias)
         kernel.finalize()
         self._kernel = kernel
+
+
+class StoredWeight(ABC):
+    """A weight, `[out_size, in_size]`, in the tensors of its format."""
+
+    @abstractmethod
+    def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
+        """Yield the checkpoint tensors that fill these rows of the weight."""
+
+    @abstractmethod
+    def reorder(self, order: torch.Tensor) -> None:
+        """Reorder the loaded rows; must be called before `finalize`."""
+
+    def finalize(self) -> None:  # noqa: B027  # Most tensors stay as they are.
+        """Convert the loaded tensors into the form that products read."""
+
+    @abstractmethod
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, `[out_size, in_size]`; must be called after `finalize`."""

@@ -6,16 +6,18 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from pagedray.errors import StartupError
 from pagedray.weight_format import FormatRule, Fp8Format, Int4Format, Int8Format, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from pagedray.config import QuantizationMethod
     from pagedray.model_config import ModelConfig
     from pagedray.weight_format import WeightFormat
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["PatternError", "name_pattern", "read_quantization", "with_quantization"]
+__all__ = ["PatternError", "name_pattern", "read_quantization", "with_method", "with_quantization"]
 
 _ALL = re.compile("")
 _REGEX = "re:"
@@ -34,7 +36,6 @@ _GPTQ_RECORDS = (
     *("module_name_preceding_first_block", "pad_token_id", "desc_act_order", "offload_to_disk"),
 )
 _AWQ_RECORDS = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend")
-
 _MAX_LENGTH = 500
 _MAX_REPETITIONS = 4
 _MAX_OPTIONS = 4
@@ -44,6 +45,11 @@ _MAX_DIGIT_REPETITIONS = 16
 _TOKENS = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!])|\(\??|[*+?]\??|\{\d*,?\d*\}\??|.",
     re.DOTALL,
+)
+
+_FP8 = Quantization(
+    method="fp8",
+    rules=(FormatRule(re.compile(""), Fp8Format(is_made_at_load=True)),),
 )
 
 
@@ -378,3 +384,28 @@ def _check_repetitions(text: str) -> None:
         )
     if num_digit_repetitions > _MAX_DIGIT_REPETITIONS:
         raise PatternError(f"has more than {_MAX_DIGIT_REPETITIONS} repetitions of digits")
+
+
+def with_method(model: ModelConfig, method: QuantizationMethod) -> ModelConfig:
+    """Return the configuration of a model with weights in this format.
+
+    Raises StartupError. A quantized checkpoint keeps its format, which must be the same.
+    """
+    if model.quantization is not None:
+        if model.quantization.method != method:
+            raise StartupError(
+                f"quantization {method} was given, but the checkpoint's quantization_config is "
+                f"{model.quantization.method}; leave the option out."
+            )
+        return model
+    if method != "fp8":
+        raise StartupError(
+            f"quantization {method} requires a checkpoint in this format, but {model.name} has "
+            "plain weights, which can be quantized to fp8 only."
+        )
+    if model.is_encoder or model.experts is not None:
+        what = "an encoder" if model.is_encoder else "a model with experts"
+        raise StartupError(
+            f"quantization fp8 is not supported for {what} such as {model.name}; leave it out."
+        )
+    return replace(model, quantization=_FP8)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
 from pagedray.files import has_file, has_folder
-from pagedray.weight_format import MXFP4_BLOCK_SIZE
+from pagedray.weight_format import MXFP4_BLOCK_SIZE, Int4Format
 from workers.models.config_json.config_file import ConfigFile, check_all_read
 from workers.models.config_json.family import model_dtype
 from workers.models.config_json.quantization import read_quantization, with_quantization
@@ -40,7 +40,6 @@ from workers.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIST
 from workers.models.families.olmo import OLMO2, OLMO3, OLMOE
 from workers.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_VL
 from workers.models.families.text_part import TEXT_SECTION
-from workers.models.format_cuts import check_cuts
 from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, Task
+    from pagedray.weight_format import Quantization
     from workers.models.config_json.family import Family
 
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
@@ -76,6 +76,8 @@ _OBSTACLES = {
         "Zamba",
     ),
 }
+
+_OUTPUT_HEAD = "lm_head"
 
 
 def families() -> tuple[Family, ...]:
@@ -303,3 +305,38 @@ def _not_divisible(what: str, size: int, num_ranks: int) -> StartupError:
         f"{size} {what} cannot be sharded evenly over {num_ranks} ranks; "
         f"use {', '.join(map(str, fitting))}."
     )
+
+
+def check_cuts(model: ModelConfig, num_ranks: int) -> None:
+    """Raise StartupError if a rank's part of a layer's inputs would cut a group of them."""
+    if model.quantization is None:
+        return
+    names = model.names
+    layers = (
+        (names.attention_output, model.num_heads * model.head_size),
+        (names.mlp_output, model.intermediate_size),
+    )
+    for index in range(model.num_layers):
+        for output, in_size in layers:
+            name = f"{names.decoder_layer.format(index)}.{output}"
+            format = model.quantization.format_of([name])
+            if isinstance(format, Int4Format) and format.is_ordered and num_ranks > 1:
+                raise StartupError(
+                    f"{name} is stored in another order of its inputs (desc_act), which "
+                    f"{num_ranks} ranks cannot divide; use one rank."
+                )
+            if format is not None and num_ranks > 1 and in_size // num_ranks % format.in_step:
+                raise StartupError(
+                    f"{name} has {in_size} inputs in groups of {format.in_step}, which "
+                    f"{num_ranks} ranks cannot divide evenly; use fewer ranks."
+                )
+    if _has_quantized_head(model, model.quantization) and model.vocab_size % num_ranks:
+        raise StartupError(
+            f"{_OUTPUT_HEAD} is quantized and has {model.vocab_size} outputs, which {num_ranks} "
+            "ranks cannot divide evenly; use a number of ranks that can."
+        )
+
+
+def _has_quantized_head(model: ModelConfig, quantization: Quantization) -> bool:
+    has_head = quantization.has_head and not model.has_tied_embeddings and not model.pools
+    return has_head and quantization.format_of([_OUTPUT_HEAD]) is not None

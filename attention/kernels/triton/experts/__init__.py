@@ -1,10 +1,13 @@
 """Kernels for layers with experts: routing, grouping rows by expert, and the matrix products."""
 
 from attention.kernels.triton.experts.gemm import MAX_MXFP4_ROW_PAIRS, MAX_ROW_PAIRS, expert_sums
-from attention.kernels.triton.experts.groups import grouped_pairs
-from attention.kernels.triton.experts.mxfp4 import mxfp4_row_bytes, packed_mxfp4
-from attention.kernels.triton.experts.router import choose_experts
-from attention.kernels.triton.experts.tuning import ExpertTuning, default_expert_tuning
+from attention.kernels.triton.experts.groups import choose_experts, grouped_pairs
+from attention.kernels.triton.experts.tuning import (
+    ExpertTuning,
+    default_expert_tuning,
+    mxfp4_row_bytes,
+    packed_mxfp4,
+)
 
 __all__ = [
     "MAX_MXFP4_ROW_PAIRS",

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.experts.groups import grouped_pairs
-from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF, mxfp4_row_bytes
 from attention.kernels.triton.experts.rows import row_expert_sums
 from attention.kernels.triton.experts.tiles import sum_parts, tile_down, tile_gate_up
-from attention.kernels.triton.experts.tuning import ExpertTuning, default_expert_tuning
+from attention.kernels.triton.experts.tuning import (
+    MXFP4_HALF,
+    ExpertTuning,
+    default_expert_tuning,
+    mxfp4_row_bytes,
+)
 from attention.kernels.triton.kernel_launcher import dependent_launch
-from attention.kernels.triton.tuning import next_power_of_two
+from attention.kernels.triton.tuning import dot_type, next_power_of_two
 
 if TYPE_CHECKING:
-    from attention.kernels.expert_weights import ExpertWeights
+    from attention.kernels.arguments import ExpertWeights
 
 __all__ = ["MAX_MXFP4_ROW_PAIRS", "MAX_ROW_PAIRS", "expert_sums"]
 

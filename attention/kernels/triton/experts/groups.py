@@ -1,4 +1,4 @@
-"""Sorts pairs of a row and an expert by expert, in one kernel.
+"""Chooses the experts of rows, and sorts pairs of a row and an expert by expert.
 
 The program of an expert counts the pairs of all experts before it, and then writes its own pairs.
 For the numbers of experts that models have, this is faster than a sort.
@@ -13,7 +13,7 @@ import triton.language as tl
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["grouped_pairs"]
+__all__ = ["choose_experts", "grouped_pairs"]
 
 _MIN_TILE = 128
 _MAX_TILE = 4096
@@ -90,3 +90,79 @@ def _group(
             ranks = tl.cumsum(is_ours.to(tl.int32), axis=0)
             tl.store(pairs + place + ranks - 1, first + indices, mask=is_ours)
             place += tl.sum(is_ours.to(tl.int32), axis=0)
+
+
+def choose_experts(
+    logits: torch.Tensor, num_chosen: int, *, is_renormalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of the highest softmax, int32, and their weights, float32.
+
+    logits is `[num_rows, num_experts]`; both results are `[num_rows, num_chosen]`, the highest
+    first and equal values by index. The weights of a row are its softmax, divided by their sum if
+    `is_renormalized`.
+    """
+    num_rows, num_experts = logits.shape
+    assert logits.stride(1) == 1
+    assert 0 < num_chosen <= num_experts
+    experts = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=logits.device)
+    if num_rows:
+        tile = next_power_of_two(num_experts)
+        _choose[(num_rows,)](
+            logits,
+            experts,
+            weights,
+            logits.stride(0),
+            num_experts=num_experts,
+            num_chosen=num_chosen,
+            is_renormalized=is_renormalized,
+            tile=tile,
+            chosen_tile=next_power_of_two(num_chosen),
+            num_warps=max(1, min(tile // 128, 4)),
+            **dependent_launch(logits.device),
+        )
+    return experts, weights
+
+
+@triton.jit
+def _choose(
+    logits: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    logits_stride: tl.tensor,
+    num_experts: tl.constexpr,
+    num_chosen: tl.constexpr,
+    is_renormalized: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile: tl.constexpr,
+    chosen_tile: tl.constexpr,
+) -> None:
+    """Write the experts of a row and their weights.
+
+    Launched by `choose_experts`; grid `(num_rows,)`. Pointers: logits `[num_rows, num_experts]`;
+    experts and weights `[num_rows, num_chosen]`.
+    """
+    wait_for_inputs(is_dependent)
+    row = tl.program_id(0).to(tl.int64)
+    indices = tl.arange(0, tile)
+    is_expert = indices < num_experts
+    left = tl.load(logits + row * logits_stride + indices, mask=is_expert, other=-float("inf")).to(
+        tl.float32
+    )
+    highest = tl.max(left, axis=0)
+    total = tl.sum(tl.exp(left - highest), axis=0)
+    places = tl.arange(0, chosen_tile)
+    chosen = tl.zeros((chosen_tile,), dtype=tl.int32)
+    shares = tl.zeros((chosen_tile,), dtype=tl.float32)
+    for place in range(num_chosen):
+        best = tl.max(left, axis=0)
+        # If no logit equals the maximum, the row has NaN, which any expert propagates.
+        index = tl.min(tl.where(left == best, indices, num_experts - 1), axis=0)
+        chosen = tl.where(places == place, index, chosen)
+        shares = tl.where(places == place, tl.exp(best - highest), shares)
+        left = tl.where(indices == index, -float("inf"), left)
+    if is_renormalized:
+        total = tl.sum(shares, axis=0)
+    is_chosen = places < num_chosen
+    tl.store(experts + row * num_chosen + places, chosen, mask=is_chosen)
+    tl.store(weights + row * num_chosen + places, shares / total, mask=is_chosen)

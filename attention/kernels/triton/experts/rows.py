@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.experts.gate import gated
-from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF
+from attention.kernels.triton.experts.tiles import gated
+from attention.kernels.triton.experts.tuning import MXFP4_HALF
 from attention.kernels.triton.gemm.row_product import (
     VECTOR_BYTES,
     add_row_product,
@@ -29,7 +29,7 @@ from attention.kernels.triton.kernel_launcher import (
 )
 
 if TYPE_CHECKING:
-    from attention.kernels.expert_weights import ExpertWeights
+    from attention.kernels.arguments import ExpertWeights
 
 __all__ = ["row_expert_sums"]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.gemm.narrow_products import e2m1_numbers
 from attention.kernels.triton.kernel_launcher import wait_for_inputs
 
-__all__ = ["sum_parts", "tile_down", "tile_gate_up"]
+__all__ = ["gated", "sum_parts", "tile_down", "tile_gate_up"]
 
 # The exponent and mantissa bits of e2m1 become the lowest exponent bits and the highest mantissa
 # bit of a bfloat16. Its product with 2**126, the difference of the exponent biases, is the number.
@@ -432,3 +431,21 @@ def add_product(
         )
         sums = tl.dot(lower, block.to(lower.dtype), acc=sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def gated(
+    gate: tl.tensor,
+    up: tl.tensor,
+    is_clamped: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+) -> tl.tensor:
+    """Return `silu(gate) * up`, or with `is_clamped` the `ClampedGate`; all float32."""
+    if is_clamped:
+        # Unlike minimum and maximum, these comparisons propagate NaN.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 
 if TYPE_CHECKING:
-    from attention.kernels.row_types import QuantizedRows
+    from attention.kernels.arguments import QuantizedRows
 
 __all__ = ["Fp8Tiling", "fp8_tiles_gemm", "fp8_tiling", "new_arrivals"]
 

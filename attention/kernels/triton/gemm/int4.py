@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gated_activation import rounded_gate
 from attention.kernels.triton.gemm.row_product import scale_and_zero
 from attention.kernels.triton.kernel_launcher import (
@@ -20,7 +19,7 @@ from attention.kernels.triton.kernel_launcher import (
     launch_options,
     wait_for_inputs,
 )
-from attention.kernels.triton.tuning import next_power_of_two
+from attention.kernels.triton.tuning import dot_type, next_power_of_two
 
 __all__ = [
     "MAX_GATED_ROWS",

@@ -19,7 +19,7 @@ from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_
 if TYPE_CHECKING:
     import torch
 
-    from attention.kernels.row_types import DeferredRMSNorm
+    from attention.kernels.arguments import DeferredRMSNorm
     from attention.kernels.triton.gemm.gemv import GemvTuning
 
 __all__ = ["normed_gemv", "normed_gemv_gated"]

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gated_activation import Gate, rounded_gate
 from attention.kernels.triton.gemm.persistent_tiles import (
     TILE_DEPTH,
@@ -28,6 +27,7 @@ from attention.kernels.triton.gemm.persistent_tiles import (
     tile_origin,
 )
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
+from attention.kernels.triton.tuning import dot_type
 
 __all__ = ["keeps_gpu_busy", "persistent_gated"]
 

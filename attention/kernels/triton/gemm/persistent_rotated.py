@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gemm.persistent_tiles import (
     TILE_DEPTH,
     TILE_GROUP,
@@ -25,11 +24,12 @@ from attention.kernels.triton.gemm.persistent_tiles import (
 )
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.norm_rope import rotated_pairs
+from attention.kernels.triton.tuning import dot_type
 
 if TYPE_CHECKING:
     import torch
 
-    from attention.kernels.new_tokens import Rotary
+    from attention.kernels.arguments import Rotary
 
 __all__ = ["ROTATED_HEAD_SIZE", "persistent_rotated", "rotates_faster"]
 

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dot_type import dot_type
 from attention.kernels.triton.gated_activation import rounded_gate
+from attention.kernels.triton.tuning import dot_type
 
 __all__ = [
     "MAX_ROWS",

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.new_tokens import Rotary
-from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows
+from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary
 from attention.kernels.triton.gemm.fp8_tiles import Fp8Tiling, fp8_tiles_gemm, new_arrivals
 from attention.kernels.triton.gemm.gemv import GemvTuning, gemv
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv

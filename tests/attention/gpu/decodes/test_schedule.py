@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from attention.gpu.decode_schedule import DecodeDivision, SplitCosts
-from attention.kernels.decode_items import NUM_ITEM_WORDS
+from attention.kernels.arguments import NUM_ITEM_WORDS
 
 BLOCK = 4
 TILE = 8

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.expert_weights import ExpertWeights
+from attention.kernels.arguments import ExpertWeights
 from attention.kernels.triton.experts import (
     MAX_ROW_PAIRS,
     ExpertTuning,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.row_types import QuantizedRows
+from attention.kernels.arguments import QuantizedRows
 from attention.kernels.triton.gemm.fp8_tiles import (
     Fp8Tiling,
     fp8_tiles_gemm,
@@ -12,7 +12,7 @@ from attention.kernels.triton.gemm.fp8_tiles import (
     new_arrivals,
 )
 from tests.attention.kernels.kernel_device import DEVICE
-from workers.layers.formats.fp8_rows import quantized_rows
+from workers.layers.formats.fp8_weight import quantized_rows
 
 
 def quantized(num_rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

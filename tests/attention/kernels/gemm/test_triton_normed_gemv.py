@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.row_types import DeferredRMSNorm
+from attention.kernels.arguments import DeferredRMSNorm
 from attention.kernels.triton.gemm.gemv import (
     GemvTuning,
     add_gemv,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.multiprocessors import num_multiprocessors
+from attention.kernels.arguments import num_multiprocessors
 from attention.kernels.triton.gated_activation import gated
 from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
 from attention.kernels.triton.norm_rope import add_norm

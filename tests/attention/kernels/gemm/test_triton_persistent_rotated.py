@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.multiprocessors import num_multiprocessors
-from attention.kernels.new_tokens import Rotary
+from attention.kernels.arguments import Rotary, num_multiprocessors
 from attention.kernels.triton.gemm.persistent_rotated import persistent_rotated, rotates_faster
 from attention.kernels.triton.norm_rope import rotate_heads
 from tests.attention.kernels.kernel_device import DEVICE

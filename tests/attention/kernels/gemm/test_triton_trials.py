@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attention.kernels.row_types import DeferredRMSNorm
+from attention.kernels.arguments import DeferredRMSNorm
 from attention.kernels.triton.gemm import trials
 from attention.kernels.triton.gemm.trials import TRIALS, failed_trials
 from tests.attention.kernels.kernel_device import DEVICE
-from workers.layers.linear_kernels.choice import replaced_kernels
-from workers.layers.linear_kernels.hopper_linear import HopperLinear
+from workers.layers.hopper_linear import HopperLinear
+from workers.layers.linear_choice import replaced_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.decode_items import NUM_ITEM_WORDS, DecodeItems, DecodeScratch
-from attention.kernels.expert_weights import ExpertWeights
-from attention.kernels.new_tokens import NewTokens, Rotary
-from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows
+from attention.kernels.arguments import (
+    NUM_ITEM_WORDS,
+    DecodeItems,
+    DecodeScratch,
+    DeferredRMSNorm,
+    ExpertWeights,
+    NewTokens,
+    QuantizedRows,
+    Rotary,
+)
 from attention.kernels.triton.chunk_attention import paged_attention
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
@@ -44,14 +50,13 @@ from attention.kernels.triton.one_shot_all_reduce import (
     all_reduce_add_norm,
     all_reduce_rows,
 )
-from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.received_rows import (
     ReceivedRows,
     add_received,
     add_received_norm,
 )
-from attention.kernels.triton.tuning import default_decode_tuning
+from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 from attention.kernels.triton.write_new_tokens import write_new_tokens
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from tests.workers.layers.formats.layers import column_layer, loaded, row_layer
 from tests.workers.lone_rank import LoneRank
 from workers.layers.formats.fp8_linear import Fp8Linear
-from workers.layers.formats.fp8_rows import quantized_rows
-from workers.layers.formats.fp8_weight import Fp8Weight
+from workers.layers.formats.fp8_weight import Fp8Weight, quantized_rows
 from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.weight import MatrixPart
 

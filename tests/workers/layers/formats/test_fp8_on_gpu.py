@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.row_types import QuantizedRows
+from attention.kernels.arguments import QuantizedRows
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from workers.layers.mlp import GatedMLP, MLPParams
 from workers.layers.norm import RMSNorm

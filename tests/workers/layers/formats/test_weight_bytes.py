@@ -10,12 +10,11 @@ from safetensors.torch import save_file
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import Fp8Format, Int4Format
 from tests.small_models.int4_tensors import Int4Tensors
-from workers.layers.expert_part import ExpertPart
+from workers.layers.expert_product import ExpertPart, Mxfp4Experts
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.int4_linear import GpuInt4Linear
 from workers.layers.formats.int4_weight import Int4Weight
-from workers.layers.mxfp4_experts import Mxfp4Experts
 from workers.layers.weight import MatrixPart
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import fill_shards

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionMetadata, AttentionParams
     from workers.layers.weight import Layer
-    from workers.models.encoder_attention import ProjectionNames
+    from workers.models.bert import ProjectionNames
     from workers.parallel.group import ParallelGroup
 
 

@@ -9,7 +9,7 @@ from tests.workers.models.bart.cross_attention import CrossAttention
 from workers.layers.mlp import MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.weight import CompositeLayer
-from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
+from workers.models.bert import EncoderSelfAttention, ProjectionNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,7 @@ from tests.workers.models.bart.layers import (
     attention_params,
     layer_norm,
 )
-from workers.layers.embedding import ParallelHead, VocabEmbedding
-from workers.layers.position_embedding import PositionEmbedding
+from workers.layers.embedding import ParallelHead, PositionEmbedding, VocabEmbedding
 from workers.layers.weight import CompositeLayer, Layer, WeightShard
 
 if TYPE_CHECKING:

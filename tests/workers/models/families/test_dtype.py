@@ -15,8 +15,13 @@ from tests.small_models.multimodal import transformers_class
 from tests.workers.models.families.config_json import GEMMA3, SHAPE, read_config
 from tests.workers.models.families.llama_config import LLAMA
 from tests.workers.reference import save_checkpoint
-from workers.layers.expert_product import GroupedExperts, LinearExperts
-from workers.layers.mxfp4_experts import DequantizedExperts, Mxfp4Experts, product_class
+from workers.layers.expert_product import (
+    DequantizedExperts,
+    GroupedExperts,
+    LinearExperts,
+    Mxfp4Experts,
+    product_class,
+)
 from workers.models.families.registry import read_model_config
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from workers.layers.weight import WeightShard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.kernels.new_tokens import Rotary
-    from attention.kernels.row_types import DeferredRMSNorm, QuantizedRows, SplitKPartials
+    from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary, SplitKPartials
     from workers.layers.weight import MatrixPart
 
 __all__ = ["DenseLinear", "LinearKernel"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attention.kernels.multiprocessors import num_multiprocessors
+import torch
+
+from attention.kernels.arguments import SplitKPartials, num_multiprocessors
 from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
 from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
@@ -20,16 +22,17 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gemm,
 )
 from attention.kernels.triton.gemm.trials import failed_trials
-from workers.layers.linear_kernels.linear_kernel import DenseLinear
-from workers.layers.linear_kernels.split_product import is_faster_split, split_product
+from workers.layers.linear_kernel import DenseLinear
 
 if TYPE_CHECKING:
-    import torch
+    from attention.kernels.arguments import DeferredRMSNorm, Rotary
 
-    from attention.kernels.new_tokens import Rotary
-    from attention.kernels.row_types import DeferredRMSNorm, SplitKPartials
+__all__ = ["HopperLinear", "is_faster_split"]
 
-__all__ = ["HopperLinear"]
+_NUM_PARTS = 2
+_TILE_ROWS, _TILE_COLUMNS = 128, 128
+_LEAST_INPUTS = 8192
+"""Shorter products were not measured."""
 
 
 class HopperLinear(DenseLinear):
@@ -112,3 +115,24 @@ class HopperLinear(DenseLinear):
         if self.bias is None and is_faster_split(len(x), self.weight, self._num_multiprocessors):
             return split_product(x, self.weight)
         return super().forward_residual(stream, x)
+
+
+def is_faster_split(num_rows: int, weight: torch.Tensor, num_multiprocessors: int) -> bool:
+    """Return whether a product and a norm take less time with `split_product`.
+
+    `weight` is `[out_size, in_size]`. They do if all parts of all tiles run at the same time.
+    """
+    out_size, in_size = weight.shape
+    num_tiles = -(-num_rows // _TILE_ROWS) * -(-out_size // _TILE_COLUMNS)
+    is_long = in_size >= _LEAST_INPUTS and in_size % (_NUM_PARTS * _TILE_COLUMNS) == 0
+    return is_long and _NUM_PARTS * num_tiles <= num_multiprocessors
+
+
+def split_product(x: torch.Tensor, weight: torch.Tensor) -> SplitKPartials:
+    """Return `x @ weight.T` in parts, on a GPU.
+
+    `x` is `[num_rows, in_size]`, and `weight` `[out_size, in_size]`, both in 16 bits.
+    """
+    inputs = x.unflatten(1, (_NUM_PARTS, -1)).transpose(0, 1)
+    weights = weight.unflatten(1, (_NUM_PARTS, -1)).permute(1, 2, 0)
+    return SplitKPartials(torch.bmm(inputs, weights, out_dtype=torch.float32))

@@ -1,0 +1,195 @@
+"""The records that kernels take in place of single tensors, and the number of multiprocessors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "NUM_ITEM_WORDS",
+    "DecodeItems",
+    "DecodeScratch",
+    "DeferredRMSNorm",
+    "ExpertWeights",
+    "NewTokens",
+    "QuantizedRows",
+    "Rotary",
+    "SplitKPartials",
+    "num_multiprocessors",
+]
+
+NUM_ITEM_WORDS = 4
+"""Words of an item before its rows, and of each of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Inputs of a product in float8_e4m3fn, each row with a scale to multiply the row by."""
+
+    values: torch.Tensor
+    """`[num_rows, size]` float8_e4m3fn."""
+    scales: torch.Tensor
+    """`[num_rows, 1]` float32."""
+    dtype: torch.dtype
+    """The dtype of the rows before quantization, and of products with the rows."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeferredRMSNorm:
+    """A row of the residual stream; the product that reads the row computes its RMSNorm."""
+
+    stream: torch.Tensor
+    """`[1, size]`."""
+    weight: torch.Tensor
+    """`[size]`, of the stream's dtype or float32."""
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitKPartials:
+    """The parts of a product with divided inputs; the rows are the sum of the parts."""
+
+    parts: torch.Tensor
+    """`[num_parts, num_rows, size]` float32, contiguous."""
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows, `[num_rows, size]`."""
+        return self.parts.sum(0).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embeddings of some tokens."""
+
+    positions: torch.Tensor
+    """`[num_tokens]` int64."""
+    table: torch.Tensor
+    """`[num_positions, head_size]` float32: cosines, then sines, of each pair.
+
+    Element i of a head is paired with i + head_size / 2.
+    """
+
+    def select(self, indices: torch.Tensor) -> Rotary:
+        """Return the entries of some tokens, `[num_selected]` int64."""
+        return Rotary(self.positions.index_select(0, indices), self.table)
+
+    def split(self, sizes: Sequence[int]) -> list[Rotary]:
+        """Split the entries into adjacent groups of tokens, given the sizes of the groups."""
+        return [Rotary(positions, self.table) for positions in self.positions.split(sizes)]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of a decode, before rotation of their queries and keys and the cache write."""
+
+    key: torch.Tensor
+    """`[num_tokens, num_kv_heads, head_size]`; tokens may be strided, and so in `value`."""
+    value: torch.Tensor
+    slots: torch.Tensor
+    """Cache slots, `[num_tokens]` int64; -1 for tokens that are not written."""
+    rotary: Rotary
+
+    @property
+    def layouts(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of keys and values."""
+        return self.key.stride(), self.value.stride()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeScratch:
+    """Memory of the decodes that are launched on one stream, for all of their layers."""
+
+    parts: torch.Tensor
+    """float32, of at least `(head_size + 1) * num_heads` elements for each part: the results of all
+    parts, `[num_parts, num_heads, head_size]`, then their logarithms of sums."""
+    arrivals: torch.Tensor
+    """Parts of each row and KV head that are there, int32 of at least `num_rows * num_kv_heads`;
+    zero before and after every launch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeItems:
+    """The work of one step: rows, each a sequence, and the items among which it is divided.
+
+    An item is a range of keys that some rows see, all of them in the blocks of the first.
+    """
+
+    words: torch.Tensor
+    """`[num_items, NUM_ITEM_WORDS * (1 + rows_per_item)]` int32. Of an item: number of rows, 0 for
+    an item without work; first tile of keys; tile behind the last; which part of each row's result
+    this is. Of each of its rows: the row; number of keys; first part in the scratch memory; number
+    of parts. The item of a row of one part writes the result, and the parts of others are merged.
+    """
+    max_parts: int
+    """Parts for which there is scratch memory."""
+    scratch: DecodeScratch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """The weights of a rank's experts, all contiguous.
+
+    With scales, both projections are in mxfp4, as `packed_mxfp4` returns them.
+    """
+
+    first_expert: int
+    """The first expert of this rank; experts of other ranks add nothing."""
+    gate_up: torch.Tensor
+    """`[num_experts, 2 * inner_size, hidden_size]`."""
+    down: torch.Tensor
+    """`[num_experts, hidden_size, inner_size]`."""
+    gate_up_scales: torch.Tensor | None = None
+    """The exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 *
+    inner_size]`."""
+    down_scales: torch.Tensor | None = None
+    """The same, `[num_experts, inner_size / 32, hidden_size]`."""
+    gate_up_bias: torch.Tensor | None = None
+    """`[num_experts, 2 * inner_size]`."""
+    down_bias: torch.Tensor | None = None
+    """`[num_experts, hidden_size]`."""
+    clamp: tuple[float, float] | None = None
+    """The alpha and the limit of a `ClampedGate`; None for a SiLU gate."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this rank."""
+        return len(self.gate_up)
+
+    @property
+    def inner_size(self) -> int:
+        """Columns of each expert on this rank."""
+        return self.gate_up.shape[1] // 2
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether weights are in mxfp4, with scales."""
+        return self.gate_up_scales is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights and biases."""
+        tensors = (
+            *(self.gate_up, self.gate_up_scales, self.gate_up_bias),
+            *(self.down, self.down_scales, self.down_bias),
+        )
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the streaming multiprocessors of a GPU; 1 for a CPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
