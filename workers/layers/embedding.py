@@ -5,6 +5,7 @@ The vocabulary is padded with zeros to a multiple of the number of ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.rank_roofline import WeightWork
-    from pagedray.weight_format import Quantization
+    from workers.layers.weight import Placement
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ParallelHead", "PositionEmbedding", "VocabEmbedding"]
@@ -33,17 +34,17 @@ class VocabEmbedding(Layer):
         name: str,
         vocab_size: int,
         hidden_size: int,
+        place: Placement,
         *,
         scale: float = 1.0,
-        group: ParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._name = name
-        self._scale = float(torch.tensor(scale).to(dtype))
-        self._group = group
-        self._vocab = _VocabShard(vocab_size, group)
-        self.weight = torch.zeros(self._vocab.num_rows, hidden_size, dtype=dtype, device=device)
+        self._scale = float(torch.tensor(scale).to(place.dtype))
+        self._group = place.group
+        self._vocab = _VocabShard(vocab_size, place.group)
+        self.weight = torch.zeros(
+            self._vocab.num_rows, hidden_size, dtype=place.dtype, device=place.device
+        )
         """`[padded vocab_size / number of ranks, hidden_size]`"""
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -76,35 +77,27 @@ class ParallelHead(Layer):
         name: str,
         vocab_size: int,
         hidden_size: int,
+        place: Placement,
         *,
         soft_cap: float | None = None,
         scale: float = 1.0,
-        group: ParallelGroup,
         tied_to: VocabEmbedding | None,
-        quantization: Quantization | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._name = name
         self._hidden_size = hidden_size
         self._vocab_size = vocab_size
         self._soft_cap = soft_cap
         self._scale = scale
-        self._group = group
-        self._vocab = _VocabShard(vocab_size, group)
+        self._group = place.group
+        self._vocab = _VocabShard(vocab_size, place.group)
         self._is_tied = tied_to is not None
         if tied_to is not None:
-            self._kernel = linear_kernel_class(dtype, device)(tied_to.weight, None)
+            self._kernel = linear_kernel_class(place.dtype, place.device)(tied_to.weight, None)
             return
-        has_format = quantization is not None and quantization.has_head
+        if place.quantization is not None and not place.quantization.has_head:
+            place = replace(place, quantization=None)
         self._kernel = make_format_kernel(
-            [name],
-            quantization if has_format else None,
-            self._vocab.num_rows,
-            hidden_size,
-            has_bias=False,
-            dtype=dtype,
-            device=device,
+            [name], self._vocab.num_rows, hidden_size, place, has_bias=False
         )
         self._kernel.weight.zero_()
 
@@ -169,17 +162,11 @@ class _VocabShard:
 class PositionEmbedding(Layer):
     """A learned vector for each position; every rank holds the whole table."""
 
-    def __init__(
-        self,
-        name: str,
-        max_positions: int,
-        hidden_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, name: str, max_positions: int, hidden_size: int, place: Placement) -> None:
         self._name = name
-        self._table = torch.empty(max_positions, hidden_size, dtype=dtype, device=device)
+        self._table = torch.empty(
+            max_positions, hidden_size, dtype=place.dtype, device=place.device
+        )
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for positions `[num_tokens]` int64."""

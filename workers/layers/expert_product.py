@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pagedray.rank_roofline import WeightWork
     from workers.layers.linear_kernel import LinearKernel
+    from workers.layers.weight import Placement
 
 __all__ = [
     "Choice",
@@ -262,17 +263,16 @@ class Router(Layer):
         self,
         name: str,
         experts: ExpertsConfig,
+        place: Placement,
         *,
         hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._name = name
         self._shape = (experts.num_experts, hidden_size)
         self._num_chosen = experts.num_chosen
         self._is_renormalized = experts.is_renormalized
         self._kernel = make_linear_kernel(
-            *self._shape, has_bias=experts.has_bias, dtype=dtype, device=device
+            *self._shape, has_bias=experts.has_bias, dtype=place.dtype, device=place.device
         )
 
     def __call__(self, x: torch.Tensor) -> Choice:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pagedray.model_config import ExpertsConfig, TensorNames
     from workers.layers.expert_product import ExpertProduct
     from workers.layers.mlp import MLP
+    from workers.layers.weight import Placement
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ExpertLayer"]
@@ -40,23 +41,21 @@ class ExpertLayer(Layer):
         prefix: str,
         names: TensorNames,
         experts: ExpertsConfig,
+        place: Placement,
         *,
         hidden_size: int,
         shared: MLP | None,
-        group: ParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """`shared` is an MLP that every token passes."""
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
         self._hidden_size = hidden_size
-        self._group = group
+        self._group = place.group
         self._shared = shared
-        self._tensors = ExpertTensors(prefix, names, experts, hidden_size=hidden_size, group=group)
-        self._router = Router(
-            f"{prefix}.{names.router}", experts, hidden_size=hidden_size, dtype=dtype, device=device
+        self._tensors = ExpertTensors(
+            prefix, names, experts, hidden_size=hidden_size, group=place.group
         )
+        self._router = Router(f"{prefix}.{names.router}", experts, place, hidden_size=hidden_size)
         self._product = make_expert_product(
             ExpertPart(
                 config=experts,
@@ -64,8 +63,8 @@ class ExpertLayer(Layer):
                 hidden_size=hidden_size,
                 intermediate_size=self._tensors.intermediate_size,
                 has_output_bias=self._tensors.has_output_bias,
-                dtype=dtype,
-                device=device,
+                dtype=place.dtype,
+                device=place.device,
             )
         )
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.rank_roofline import WeightWork
-    from pagedray.weight_format import Quantization
-    from workers.parallel.group import ParallelGroup
+    from workers.layers.weight import Placement
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
 
@@ -68,22 +67,18 @@ class ColumnParallelLinear(Layer):
         self,
         in_size: int,
         columns: Sequence[Columns],
+        place: Placement,
         *,
         has_bias: bool,
-        quantization: Quantization | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._in_size = in_size
         self._columns = tuple(columns)
         self.kernel = make_format_kernel(
             [part.name for part in columns],
-            quantization,
             sum(part.size for part in columns),
             in_size,
+            place,
             has_bias=has_bias,
-            dtype=dtype,
-            device=device,
         )
 
     @property
@@ -132,13 +127,11 @@ class RowParallelLinear(Layer):
         name: str,
         in_size: int,
         out_size: int,
+        place: Placement,
         *,
         has_bias: bool,
-        group: ParallelGroup,
-        quantization: Quantization | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        group = place.group
         self._name = name
         self._shape = (out_size, in_size)
         self._part = part_of(in_size, group)
@@ -146,12 +139,10 @@ class RowParallelLinear(Layer):
         self._has_bias = has_bias
         self.kernel = make_format_kernel(
             [name],
-            quantization,
             out_size,
             in_size // group.size,
+            place,
             has_bias=has_bias and group.rank == 0,
-            dtype=dtype,
-            device=device,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,7 @@ from workers.layers.weight import CompositeLayer, part_of
 if TYPE_CHECKING:
     import torch
 
-    from pagedray.weight_format import Quantization
-    from workers.layers.weight import Layer
-    from workers.parallel.group import ParallelGroup
+    from workers.layers.weight import Layer, Placement
 
 __all__ = ["MLP", "GatedMLP", "MLPParams", "PlainMLP"]
 
@@ -41,37 +39,24 @@ class MLP(CompositeLayer):
     _num_inner: ClassVar[int]
 
     def __init__(
-        self,
-        inner_names: tuple[str, ...],
-        output_name: str,
-        params: MLPParams,
-        *,
-        group: ParallelGroup,
-        quantization: Quantization | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, inner_names: tuple[str, ...], output_name: str, params: MLPParams, place: Placement
     ) -> None:
-        inner = (params.intermediate_size, part_of(params.intermediate_size, group))
+        inner = (params.intermediate_size, part_of(params.intermediate_size, place.group))
         self.inner = ColumnParallelLinear(
             params.hidden_size,
             columns_of(inner_names, [inner] * self._num_inner),
+            place,
             has_bias=params.has_bias,
-            quantization=quantization,
-            dtype=dtype,
-            device=device,
         )
         self.activation = params.activation
         self._function = activation_function(params.activation)
-        self._gate = gate_kernel(params.activation, device)
+        self._gate = gate_kernel(params.activation, place.device)
         self.down = RowParallelLinear(
             output_name,
             params.intermediate_size,
             params.hidden_size,
+            place,
             has_bias=params.has_bias,
-            group=group,
-            quantization=quantization,
-            dtype=dtype,
-            device=device,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from workers.layers.weight import Layer, WeightShard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.parallel.group import ParallelGroup
+    from workers.layers.weight import Placement
 
 __all__ = ["LayerNorm", "Norm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "WholeQKNorm"]
 
@@ -34,17 +34,18 @@ class Norm(Layer):
         name: str,
         size: int,
         eps: float,
+        place: Placement,
         *,
         has_bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        """`dtype` is that of the stream."""
         self._name = name
-        self.weight = torch.empty(size, dtype=self._weight_dtype or dtype, device=device)
+        self.weight = torch.empty(
+            size, dtype=self._weight_dtype or place.dtype, device=place.device
+        )
         self.bias = torch.empty_like(self.weight) if has_bias else None
         self.eps = eps
-        self.dtype = dtype
+        self.dtype = place.dtype
+        """The dtype of the stream."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,20 +100,20 @@ class QKNorm(Layer):
         names: tuple[str, str],
         head_size: int,
         eps: float,
+        place: Placement,
         *,
         num_heads: int,
         num_kv_heads: int,
         has_offset: bool,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        device = place.device
         self._names = names
         self._head_size = head_size
         self._eps = eps
-        self._dtype = dtype
+        self._dtype = place.dtype
         self._offset = 1.0 if has_offset else 0.0
         # As in `OffsetRMSNorm`, an offset needs float32 until the result is rounded.
-        self._computed_dtype = torch.float32 if has_offset else dtype
+        self._computed_dtype = torch.float32 if has_offset else place.dtype
         self._weights = torch.empty(2, head_size, dtype=self._computed_dtype, device=device)
         self._repeats = torch.tensor([num_heads, num_kv_heads], device=device)
         self._weight = torch.empty(0)
@@ -152,17 +153,16 @@ class WholeQKNorm(Layer):
         names: tuple[str, str],
         head_size: int,
         eps: float,
+        place: Placement,
         *,
         num_heads: int,
         num_kv_heads: int,
-        group: ParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """`num_heads` and `num_kv_heads` count the heads of all ranks together."""
         self._names = names
         self._eps = eps
-        self._dtype = dtype
+        group, device = place.group, place.device
+        self._dtype = place.dtype
         self._group = group
         self._totals = (num_heads * head_size, num_kv_heads * head_size)
         local = (num_heads // group.size, max(1, num_kv_heads // group.size))

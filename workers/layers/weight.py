@@ -12,14 +12,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.abstract import AttentionBackend
 from pagedray.rank_roofline import WeightWork
+from pagedray.weight_format import Quantization
+from workers.parallel.group import ParallelGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from workers.parallel.group import ParallelGroup
 
-__all__ = ["CompositeLayer", "Layer", "MatrixPart", "WeightShard", "divided", "part_of"]
+__all__ = [
+    "CompositeLayer",
+    "Layer",
+    "MatrixPart",
+    "Placement",
+    "WeightShard",
+    "divided",
+    "part_of",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where a rank computes the layers of a model, and how."""
+
+    group: ParallelGroup
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization | None = None
+    """The formats of weights; None is `dtype` for all weights."""
+    backend: type[AttentionBackend] | None = None
+    """Required by layers with attention."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

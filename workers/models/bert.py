@@ -17,7 +17,7 @@ from workers.layers.embedding import PositionEmbedding, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from workers.layers.mlp import MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm
-from workers.layers.weight import CompositeLayer, Layer, WeightShard, part_of
+from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
 from workers.models.fused_layers import FusedNorm
 from workers.models.score_head import ScoreHead
 
@@ -55,6 +55,7 @@ class Bert(CompositeLayer):
         device: torch.device,
     ) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
+        place = Placement(group, dtype, device, backend=backend)
         prefix = config.names.encoder
         self.config = config
         self.dtype = dtype
@@ -64,26 +65,20 @@ class Bert(CompositeLayer):
             f"{prefix}.embeddings.word_embeddings",
             config.vocab_size,
             config.hidden_size,
-            group=group,
-            dtype=dtype,
-            device=device,
+            place,
         )
         self._positions = PositionEmbedding(
             f"{prefix}.embeddings.position_embeddings.weight",
             _num_position_rows(config),
             config.hidden_size,
-            dtype=dtype,
-            device=device,
+            place,
         )
-        self._token_types = _TokenTypes(config, dtype=dtype, device=device)
-        self._norm = _norm(f"{prefix}.embeddings.LayerNorm", config, dtype, device)
-        self._layers = [
-            _BertLayer(config, index, group, backend=backend, dtype=dtype, device=device)
-            for index in range(config.num_layers)
-        ]
+        self._token_types = _TokenTypes(config, place)
+        self._norm = _norm(f"{prefix}.embeddings.LayerNorm", config, place)
+        self._layers = [_BertLayer(config, index, place) for index in range(config.num_layers)]
         self._head = None
         if config.task == "score":
-            self._head = ScoreHead(config, dtype=dtype, device=device)
+            self._head = ScoreHead(config, place)
         self._no_cache = torch.empty(0, dtype=dtype, device=device)
 
     def encode_texts(
@@ -125,11 +120,13 @@ class Bert(CompositeLayer):
 class _TokenTypes(Layer):
     """The embeddings of token types 0 and 1, if the model has both."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         self._name = f"{config.names.encoder}.embeddings.token_type_embeddings.weight"
         self._shape = (config.num_token_types, config.hidden_size)
         num_rows = min(config.num_token_types, 2)
-        self._rows = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
+        self._rows = torch.empty(
+            num_rows, config.hidden_size, dtype=place.dtype, device=place.device
+        )
 
     def __call__(self, token_types: torch.Tensor | None) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`, or `[1, hidden_size]` for all tokens."""
@@ -147,16 +144,7 @@ class _TokenTypes(Layer):
 class _BertLayer(CompositeLayer):
     """Attention and MLP, each added to its input, and normed."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        group: ParallelGroup,
-        *,
-        backend: type[AttentionBackend],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, place: Placement) -> None:
         name = f"{config.names.encoder}.encoder.layer.{index}"
         names = ProjectionNames(
             query=f"{name}.attention.self.query",
@@ -164,11 +152,9 @@ class _BertLayer(CompositeLayer):
             value=f"{name}.attention.self.value",
             output=f"{name}.attention.output.dense",
         )
-        params = _attention_params(config, group)
-        self._attention = EncoderSelfAttention(
-            names, params, index, group, backend=backend, dtype=dtype, device=device
-        )
-        self._attention_norm = _norm(f"{name}.attention.output.LayerNorm", config, dtype, device)
+        params = _attention_params(config, place.group)
+        self._attention = EncoderSelfAttention(names, params, index, place)
+        self._attention_norm = _norm(f"{name}.attention.output.LayerNorm", config, place)
         mlp_params = MLPParams(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -176,14 +162,9 @@ class _BertLayer(CompositeLayer):
             has_bias=True,
         )
         self._mlp = PlainMLP(
-            (f"{name}.intermediate.dense",),
-            f"{name}.output.dense",
-            mlp_params,
-            group=group,
-            dtype=dtype,
-            device=device,
+            (f"{name}.intermediate.dense",), f"{name}.output.dense", mlp_params, place
         )
-        self._mlp_norm = _norm(f"{name}.output.LayerNorm", config, dtype, device)
+        self._mlp_norm = _norm(f"{name}.output.LayerNorm", config, place)
         self._add_norms = FusedNorm(self._attention_norm), FusedNorm(self._mlp_norm)
 
     def __call__(
@@ -217,10 +198,8 @@ def _attention_params(config: ModelConfig, group: ParallelGroup) -> AttentionPar
     return params.shard(group.rank, group.size)
 
 
-def _norm(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerNorm:
-    return LayerNorm(
-        name, config.hidden_size, config.norm_eps, has_bias=True, dtype=dtype, device=device
-    )
+def _norm(name: str, config: ModelConfig, place: Placement) -> LayerNorm:
+    return LayerNorm(name, config.hidden_size, config.norm_eps, place, has_bias=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,40 +216,26 @@ class EncoderSelfAttention(CompositeLayer):
     """Multi-head attention (Vaswani et al. 2017); heads are sharded over the ranks."""
 
     def __init__(
-        self,
-        names: ProjectionNames,
-        params: AttentionParams,
-        layer_index: int,
-        group: ParallelGroup,
-        *,
-        backend: type[AttentionBackend],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, names: ProjectionNames, params: AttentionParams, layer_index: int, place: Placement
     ) -> None:
         """`params` are those of this rank; queries, keys and values have as many heads."""
         assert params.num_heads == params.num_kv_heads
+        assert place.backend is not None
         self._size = params.num_heads * params.head_size
-        hidden_size = self._size * group.size
-        part = part_of(hidden_size, group)
+        hidden_size = self._size * place.group.size
+        part = part_of(hidden_size, place.group)
         self._qkv = ColumnParallelLinear(
             hidden_size,
             [
                 Columns(name=name, total=hidden_size, part=part)
                 for name in (names.query, names.key, names.value)
             ],
+            place,
             has_bias=True,
-            dtype=dtype,
-            device=device,
         )
-        self._attend = Attention(params, layer_index=layer_index, backend=backend).forward
+        self._attend = Attention(params, layer_index=layer_index, backend=place.backend).forward
         self._output = RowParallelLinear(
-            names.output,
-            hidden_size,
-            hidden_size,
-            has_bias=True,
-            group=group,
-            dtype=dtype,
-            device=device,
+            names.output, hidden_size, hidden_size, place, has_bias=True
         )
 
     def __call__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from pagedray.rank_progress import Phase
 from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.rope import NoRotation, RotaryEmbedding
-from workers.layers.weight import CompositeLayer
+from workers.layers.weight import CompositeLayer, Placement
 from workers.models.decoder_layer import decoder_layer_class, make_norm
 from workers.models.fused_layers import FusedLayers, reserve_sums
 from workers.models.score_head import ScoreHead
@@ -51,30 +52,26 @@ class Decoder(CompositeLayer):
         self.dtype: torch.dtype = dtype
         self.device = device
         self._progress = group.progress
-        self._embedding = _make_embedding(config, group, dtype=dtype, device=device)
+        place = Placement(group, dtype, device, config.quantization, backend)
+        self._embedding = _make_embedding(config, place)
         self._embedding_norm = None
         if names.embedding_norm is not None:
-            self._embedding_norm = make_norm(
-                names.embedding_norm, config, dtype=dtype, device=device
-            )
+            self._embedding_norm = make_norm(names.embedding_norm, config, place)
         self._rotations = _LayerRotations(
             config, num_query_heads=config.num_heads // group.size, dtype=dtype, device=device
         )
         layer_class = decoder_layer_class(config)
-        self._layers = [
-            layer_class(config, index, group, backend=backend, dtype=dtype, device=device)
-            for index in range(config.num_layers)
-        ]
-        self._norm = make_norm(names.final_norm, config, dtype=dtype, device=device)
+        self._layers = [layer_class(config, index, place) for index in range(config.num_layers)]
+        self._norm = make_norm(names.final_norm, config, place)
         self._group = group
         self._fuses = device.type in ("cpu", "cuda") if fuses is None else fuses
         self._fused: FusedLayers | None = None
         self._head = None
         self._score_head = None
         if config.task == "score":
-            self._score_head = ScoreHead(config, dtype=dtype, device=device)
+            self._score_head = ScoreHead(config, place)
         if not config.pools:
-            self._head = _make_head(config, group, self._embedding, dtype=dtype, device=device)
+            self._head = _make_head(config, place, self._embedding)
 
     def prepare_steps(self, max_num_tokens: int) -> None:
         """Prepare steps of up to so many tokens. Call it before the group is joined."""
@@ -191,18 +188,16 @@ class Decoder(CompositeLayer):
             yield self._score_head
 
 
-def _make_embedding(
-    config: ModelConfig, group: ParallelGroup, *, dtype: torch.dtype, device: torch.device
-) -> VocabEmbedding:
+def _make_embedding(config: ModelConfig, place: Placement) -> VocabEmbedding:
+    if not config.has_tied_embeddings:
+        # A table on every rank costs memory and saves an all-reduce a step.
+        place = replace(place, group=SoloGroup())
     return VocabEmbedding(
         config.names.embedding,
         config.vocab_size,
         config.hidden_size,
+        place,
         scale=config.embedding_scale,
-        # A table on every rank costs memory and saves an all-reduce a step.
-        group=group if config.has_tied_embeddings else SoloGroup(),
-        dtype=dtype,
-        device=device,
     )
 
 
@@ -247,23 +242,13 @@ class _LayerRotations:
             yield rotations[index]
 
 
-def _make_head(
-    config: ModelConfig,
-    group: ParallelGroup,
-    embedding: VocabEmbedding,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ParallelHead:
+def _make_head(config: ModelConfig, place: Placement, embedding: VocabEmbedding) -> ParallelHead:
     return ParallelHead(
         "lm_head",
         config.vocab_size,
         config.hidden_size,
+        place,
         soft_cap=config.logit_soft_cap,
         scale=config.logit_scale,
-        group=group,
         tied_to=embedding if config.has_tied_embeddings else None,
-        quantization=config.quantization,
-        dtype=dtype,
-        device=device,
     )

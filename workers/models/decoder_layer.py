@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attention.abstract import AttentionBackend
     from pagedray.model_config import ModelConfig, NormKind
     from pagedray.rank_roofline import WeightWork
     from workers.layers.rope import Rotation
-    from workers.layers.weight import Layer
+    from workers.layers.weight import Layer, Placement
     from workers.models.step_attention import StepAttention
-    from workers.parallel.group import ParallelGroup
 
 __all__ = ["DecoderLayer", "decoder_layer_class", "make_norm"]
 
@@ -41,46 +39,30 @@ def decoder_layer_class(config: ModelConfig) -> type[DecoderLayer]:
     return ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
 
 
-def make_norm(name: str, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
+def make_norm(name: str, config: ModelConfig, place: Placement) -> Norm:
     """Return a norm of the residual stream, of the model's kind."""
     return _NORMS[config.norm_kind](
-        name,
-        config.hidden_size,
-        config.norm_eps,
-        has_bias=config.has_norm_bias,
-        dtype=dtype,
-        device=device,
+        name, config.hidden_size, config.norm_eps, place, has_bias=config.has_norm_bias
     )
 
 
 class DecoderLayer(CompositeLayer):
     """Attention and an MLP; each may have a norm before it and a norm behind it."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        group: ParallelGroup,
-        *,
-        backend: type[AttentionBackend],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, place: Placement) -> None:
         names = config.names
         prefix = names.decoder_layer.format(index)
 
         def norm(name: str | None) -> Norm | None:
             if name is None:
                 return None
-            return make_norm(f"{prefix}.{name}", config, dtype=dtype, device=device)
+            return make_norm(f"{prefix}.{name}", config, place)
 
         self.attention_norm = norm(names.attention_norm)
-        self.attention = DecoderSelfAttention(
-            prefix, config, index, group, backend=backend, dtype=dtype, device=device
-        )
+        self.attention = DecoderSelfAttention(prefix, config, index, place)
         self.attention_post_norm = norm(names.attention_post_norm)
         self.mlp_norm = norm(names.mlp_norm)
-        self.mlp = _make_mlp(prefix, config, index, group, dtype=dtype, device=device)
+        self.mlp = _make_mlp(prefix, config, index, place)
         self.mlp_post_norm = norm(names.mlp_post_norm)
         self.residual_scale = config.residual_scale
 
@@ -137,13 +119,7 @@ def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def _make_mlp(
-    prefix: str,
-    config: ModelConfig,
-    layer_index: int,
-    group: ParallelGroup,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    prefix: str, config: ModelConfig, layer_index: int, place: Placement
 ) -> MLP | ExpertLayer:
     """Return the MLP or the experts of a layer."""
     experts = config.experts_of(layer_index)
@@ -157,28 +133,12 @@ def _make_mlp(
             activation=config.activation,
             has_bias=config.has_mlp_bias,
         )
-        return kind(
-            tuple(f"{prefix}.{name}" for name in inputs),
-            f"{prefix}.{output}",
-            params,
-            group=group,
-            quantization=config.quantization,
-            dtype=dtype,
-            device=device,
-        )
+        input_names = tuple(f"{prefix}.{name}" for name in inputs)
+        return kind(input_names, f"{prefix}.{output}", params, place)
 
     if experts is None:
         return mlp(names.mlp_input, names.mlp_output, config.intermediate_size)
     shared = None
     if experts.shared_size is not None:
         shared = mlp(names.shared_input, names.shared_output, experts.shared_size)
-    return ExpertLayer(
-        prefix,
-        names,
-        experts,
-        hidden_size=config.hidden_size,
-        shared=shared,
-        group=group,
-        dtype=dtype,
-        device=device,
-    )
+    return ExpertLayer(prefix, names, experts, place, hidden_size=config.hidden_size, shared=shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.layers.linear import ColumnParallelLinear, Columns
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.model_config import ModelConfig
-    from workers.layers.weight import Layer
+    from workers.layers.weight import Layer, Placement
 
 __all__ = ["ScoreHead"]
 
@@ -27,11 +28,11 @@ class ScoreHead(CompositeLayer):
     the output head.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        place = replace(place, quantization=None)
+
         def linear(columns: list[Columns], *, has_bias: bool = True) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                config.hidden_size, columns, has_bias=has_bias, dtype=dtype, device=device
-            )
+            return ColumnParallelLinear(config.hidden_size, columns, place, has_bias=has_bias)
 
         dense_name, output_name = _names(config)
         self._dense = None

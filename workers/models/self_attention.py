@@ -18,10 +18,9 @@ from workers.models.step_attention import HeadInputs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.abstract import AttentionBackend
     from pagedray.model_config import ModelConfig
     from workers.layers.rope import Rotation
-    from workers.layers.weight import Layer
+    from workers.layers.weight import Layer, Placement
     from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
@@ -77,16 +76,10 @@ class DecoderSelfAttention(CompositeLayer):
     """
 
     def __init__(
-        self,
-        prefix: str,
-        config: ModelConfig,
-        layer_index: int,
-        group: ParallelGroup,
-        *,
-        backend: type[AttentionBackend],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
     ) -> None:
+        group, device = place.group, place.device
+        assert place.backend is not None
         params = attention_params(config, layer_index, group)
         size = config.head_size
         self._num_rotated = params.num_heads + params.num_kv_heads
@@ -97,33 +90,29 @@ class DecoderSelfAttention(CompositeLayer):
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             qkv_columns(prefix, config, group),
+            place,
             has_bias=config.has_qkv_bias,
-            quantization=config.quantization,
-            dtype=dtype,
-            device=device,
         )
         self._limit = config.qkv_limit
-        self._head_norm = _head_norm(prefix, config, params, group, dtype=dtype, device=device)
+        self._head_norm = _head_norm(prefix, config, params, place)
         self._neighbors = _neighbor_order(config, params, device)
         self._sinks = None
         if config.has_sinks:
             self._sinks = torch.empty(params.num_heads, dtype=torch.float32, device=device)
         self._sinks_name = f"{prefix}.{config.names.sinks}"
-        quantization = config.quantization
         self._scale_names: tuple[str, ...] = ()
-        if quantization is not None and quantization.has_cache_scales:
+        if config.quantization is not None and config.quantization.has_cache_scales:
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
-        self.layer = Attention(params, layer_index=layer_index, backend=backend, sinks=self._sinks)
+        self.layer = Attention(
+            params, layer_index=layer_index, backend=place.backend, sinks=self._sinks
+        )
         self.output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
             config.hidden_size,
+            place,
             has_bias=config.has_output_bias,
-            group=group,
-            quantization=config.quantization,
-            dtype=dtype,
-            device=device,
         )
 
     def __call__(
@@ -222,10 +211,7 @@ def _head_norm(
     prefix: str,
     config: ModelConfig,
     params: AttentionParams,
-    group: ParallelGroup,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    place: Placement,
 ) -> QKNorm | WholeQKNorm | None:
     """Return the norm of queries and keys, or None."""
     if not config.has_qk_norm:
@@ -237,21 +223,18 @@ def _head_norm(
             names,
             config.head_size,
             config.norm_eps,
+            place,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            group=group,
-            dtype=dtype,
-            device=device,
         )
     return QKNorm(
         names,
         config.head_size,
         config.norm_eps,
+        place,
         num_heads=params.num_heads,
         num_kv_heads=params.num_kv_heads,
         has_offset=config.norm_kind == "offset_rms",
-        dtype=dtype,
-        device=device,
     )
 
 

@@ -21,6 +21,7 @@ from workers.layers.expert_product import (
 from workers.layers.experts import ExpertLayer
 from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
+from workers.layers.weight import Placement
 from workers.parallel.group import ParallelGroup, SoloGroup
 
 CPU = torch.device("cpu")
@@ -50,11 +51,9 @@ def empty_layer(
         "p",
         names,
         config,
+        Placement(group or SoloGroup(), torch.float32, CPU),
         hidden_size=HIDDEN,
         shared=None,
-        group=group or SoloGroup(),
-        dtype=torch.float32,
-        device=CPU,
     )
 
 

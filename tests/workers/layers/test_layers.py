@@ -26,7 +26,9 @@ from workers.layers.linear_choice import (
 from workers.layers.linear_kernel import DenseLinear, LinearKernel
 from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
+from workers.layers.weight import Placement
 from workers.models.fused_layers import FusedNorm
+from workers.parallel.group import SoloGroup
 
 CPU = torch.device("cpu")
 KINDS = [DenseLinear, OneDnnLinear, PackedGemmLinear, SharedLayoutLinear]
@@ -260,7 +262,7 @@ def test_the_norm_of_the_residual_is_that_of_torch(
 ) -> None:
     if not has_kernel:
         monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
-    norm = RMSNorm("norm", 48, eps, dtype=dtype, device=CPU)
+    norm = RMSNorm("norm", 48, eps, Placement(SoloGroup(), dtype, CPU))
     add_norm = FusedNorm(norm)
     (shard,) = norm.weight_shards()
     shard.target.normal_()
@@ -284,7 +286,7 @@ def test_an_offset_norm_multiplies_by_one_plus_its_weight(
 ) -> None:
     if not has_kernel:
         monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
-    norm = OffsetRMSNorm("norm", 48, 1e-6, dtype=dtype, device=CPU)
+    norm = OffsetRMSNorm("norm", 48, 1e-6, Placement(SoloGroup(), dtype, CPU))
     (shard,) = norm.weight_shards()
     shard.target.normal_()
     weight = shard.target.double()
@@ -298,7 +300,7 @@ def test_an_offset_norm_multiplies_by_one_plus_its_weight(
 
 @torch.inference_mode()
 def test_an_offset_norm_rounds_once() -> None:
-    norm = OffsetRMSNorm("norm", 48, 1e-6, dtype=torch.bfloat16, device=CPU)
+    norm = OffsetRMSNorm("norm", 48, 1e-6, Placement(SoloGroup(), torch.bfloat16, CPU))
     (shard,) = norm.weight_shards()
     # In bfloat16, one plus so small a weight is one.
     shard.target.fill_(1e-3)
@@ -312,7 +314,7 @@ def test_an_offset_norm_rounds_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_a_layer_norm_adds_to_the_stream_first(dtype: torch.dtype, has_bias: bool) -> None:
-    norm = LayerNorm("norm", 48, 1e-5, has_bias=has_bias, dtype=dtype, device=CPU)
+    norm = LayerNorm("norm", 48, 1e-5, Placement(SoloGroup(), dtype, CPU), has_bias=has_bias)
     shards = {shard.name: shard.target.normal_().double() for shard in norm.weight_shards()}
     assert set(shards) == {"norm.weight", "norm.bias"} if has_bias else {"norm.weight"}
     stream, delta = torch.randn(2, 5, 48).to(dtype)
@@ -334,11 +336,10 @@ def test_heads_of_queries_and_keys_have_weights_of_their_own(
         ("q", "k"),
         6,
         1e-6,
+        Placement(SoloGroup(), dtype, CPU),
         num_heads=2,
         num_kv_heads=1,
         has_offset=has_offset,
-        dtype=dtype,
-        device=CPU,
     )
     query, key = (shard.target.normal_().double() for shard in norm.weight_shards())
     norm.finalize()
@@ -352,14 +353,14 @@ def test_heads_of_queries_and_keys_have_weights_of_their_own(
 
 @torch.inference_mode()
 def test_the_norm_of_zeros_is_zero() -> None:
-    norm = RMSNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
+    norm = RMSNorm("norm", 8, 1e-6, Placement(SoloGroup(), torch.float32, CPU))
     next(norm.weight_shards()).target.fill_(1.0)
     assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
 
 
 @torch.inference_mode()
 def test_the_norm_of_no_rows_is_no_rows() -> None:
-    norm = RMSNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
+    norm = RMSNorm("norm", 8, 1e-6, Placement(SoloGroup(), torch.float32, CPU))
     assert norm(torch.empty(0, 8)).shape == (0, 8)
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from workers.layers.activation import activation_function
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
+from workers.layers.weight import Placement
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ def _filled(
         names,
         "down",
         MLPParams(hidden_size=12, intermediate_size=20, activation=activation, has_bias=False),
-        group=SoloGroup(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        Placement(SoloGroup(), torch.float32, torch.device("cpu")),
     )
     weights: dict[str, list[torch.Tensor]] = {}
     for shard in mlp.weight_shards():

@@ -9,7 +9,9 @@ from torch.nn import functional
 from attention.kernels.arguments import SplitKPartials
 from workers.layers.hopper_linear import HopperLinear, is_faster_split
 from workers.layers.norm import RMSNorm
+from workers.layers.weight import Placement
 from workers.models.fused_layers import FusedNorm
+from workers.parallel.group import SoloGroup
 
 CPU = torch.device("cpu")
 
@@ -38,7 +40,7 @@ def test_a_product_is_split_if_all_parts_are_computed_at_the_same_time(
 @torch.inference_mode()
 def test_layers_add_parts_as_they_add_their_sum() -> None:
     parts = torch.randn(3, 5, 48)
-    norm = RMSNorm("norm", 48, 1e-6, dtype=torch.float32, device=CPU)
+    norm = RMSNorm("norm", 48, 1e-6, Placement(SoloGroup(), torch.float32, CPU))
     next(norm.weight_shards()).target.normal_()
     before = torch.randn(5, 48)
     for layer in (FusedNorm(norm), FusedNorm(None)):
@@ -58,7 +60,7 @@ def test_a_norm_adds_the_parts_of_a_product(num_rows: int, dtype: torch.dtype) -
     device = torch.device("cuda")
     kernel = HopperLinear.empty(4096, 14336, has_bias=False, dtype=dtype, device=device)
     kernel.weight.normal_().mul_(14336**-0.5)
-    norm = RMSNorm("norm", 4096, 1e-5, dtype=dtype, device=device)
+    norm = RMSNorm("norm", 4096, 1e-5, Placement(SoloGroup(), dtype, device))
     next(norm.weight_shards()).target.normal_()
     weight = next(norm.weight_shards()).target.double()
     x = torch.randn(num_rows, 2 * 14336, dtype=dtype, device=device)[:, :14336]

@@ -18,8 +18,8 @@ from workers.layers.linear_choice import make_linear_kernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedray.weight_format import Quantization
     from workers.layers.linear_kernel import LinearKernel
+    from workers.layers.weight import Placement
 
 __all__ = ["make_format_kernel"]
 
@@ -27,19 +27,13 @@ _HOPPER = (9, 0)
 
 
 def make_format_kernel(
-    names: Sequence[str],
-    quantization: Quantization | None,
-    out_size: int,
-    in_size: int,
-    *,
-    has_bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    names: Sequence[str], out_size: int, in_size: int, place: Placement, *, has_bias: bool
 ) -> LinearKernel:
     """Return the product of the layers of these names, `[out_size, in_size]` on this rank.
 
     Raises CheckpointError, and DeviceError if the device cannot compute it.
     """
+    quantization, dtype, device = place.quantization, place.dtype, place.device
     format = quantization.format_of(names) if quantization is not None else None
     if format is None:
         return make_linear_kernel(out_size, in_size, has_bias=has_bias, dtype=dtype, device=device)

@@ -9,6 +9,7 @@ import torch
 
 from pagedray.weight_format import FormatRule, Quantization
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from workers.layers.weight import Placement
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import FiniteTensors, fill_shards
@@ -39,25 +40,16 @@ def column_layer(
     for name, size in sizes.items():
         part = slice(size * group.rank // group.size, size * (group.rank + 1) // group.size)
         columns.append(Columns(name=name, total=size, part=part))
-    return ColumnParallelLinear(
-        in_size, columns, has_bias=False, quantization=_all(format), dtype=dtype, device=CPU
-    )
+    place = Placement(group, dtype, CPU, _all(format))
+    return ColumnParallelLinear(in_size, columns, place, has_bias=False)
 
 
 def row_layer(
     name: str, out_size: int, in_size: int, format: WeightFormat, group: SoloGroup
 ) -> RowParallelLinear:
     """Return a layer whose outputs are this rank's part of the sum."""
-    return RowParallelLinear(
-        name,
-        in_size,
-        out_size,
-        has_bias=False,
-        group=group,
-        quantization=_all(format),
-        dtype=torch.float32,
-        device=CPU,
-    )
+    place = Placement(group, torch.float32, CPU, _all(format))
+    return RowParallelLinear(name, in_size, out_size, place, has_bias=False)
 
 
 def loaded(layer: Layer, folder: Path, *, num_threads: int = 1) -> Layer:

@@ -17,7 +17,8 @@ from tests.workers.lone_rank import LoneRank
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight, quantized_rows
 from workers.layers.formats.make_kernel import make_format_kernel
-from workers.layers.weight import MatrixPart
+from workers.layers.weight import MatrixPart, Placement
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,17 +192,10 @@ def test_a_gpu_that_cannot_multiply_fp8_is_rejected_before_memory_is_taken(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100")
     quantization = Quantization(method="fp8", rules=(FormatRule(re.compile(""), AT_LOAD),))
+    place = Placement(SoloGroup(), dtype, torch.device("cuda"), quantization)
     with pytest.raises(DeviceError) as caught:
         # The size would not fit any memory.
-        make_format_kernel(
-            ["q_proj"],
-            quantization,
-            2**40,
-            2**40,
-            has_bias=True,
-            dtype=dtype,
-            device=torch.device("cuda"),
-        )
+        make_format_kernel(["q_proj"], 2**40, 2**40, place, has_bias=True)
     assert str(caught.value) == message
 
 

@@ -12,6 +12,7 @@ from attention.kernels.arguments import QuantizedRows
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from workers.layers.mlp import GatedMLP, MLPParams
 from workers.layers.norm import RMSNorm
+from workers.layers.weight import Placement
 from workers.models.fused_layers import FusedMLP, FusedNorm
 from workers.parallel.group import SoloGroup
 
@@ -28,19 +29,12 @@ HIDDEN, INTERMEDIATE = 256, 512
 def test_an_mlp_takes_what_its_norm_has_quantized(num_rows: int) -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
     rules = (FormatRule(re.compile(""), Fp8Format(is_made_at_load=True)),)
-    norm = RMSNorm("norm", HIDDEN, 1e-6, dtype=dtype, device=device)
+    place = Placement(SoloGroup(), dtype, device, Quantization(method="fp8", rules=rules))
+    norm = RMSNorm("norm", HIDDEN, 1e-6, place)
     params = MLPParams(
         hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, activation="silu", has_bias=False
     )
-    mlp = GatedMLP(
-        ("gate", "up"),
-        "down",
-        params,
-        group=SoloGroup(),
-        quantization=Quantization(method="fp8", rules=rules),
-        dtype=dtype,
-        device=device,
-    )
+    mlp = GatedMLP(("gate", "up"), "down", params, place)
     weights = {}
     for shard in (*norm.weight_shards(), *mlp.weight_shards()):
         weight = torch.randn(shard.target.shape, device=device) / 16

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attention.abstract import AttentionBackend, AttentionMetadata, AttentionParams
-    from workers.layers.weight import Layer
+    from attention.abstract import AttentionMetadata, AttentionParams
+    from workers.layers.weight import Layer, Placement
     from workers.models.bert import ProjectionNames
-    from workers.parallel.group import ParallelGroup
 
 
 class CrossAttention(CompositeLayer):
@@ -27,37 +26,27 @@ class CrossAttention(CompositeLayer):
         names: ProjectionNames,
         params: AttentionParams,
         layer_index: int,
-        group: ParallelGroup,
-        *,
-        backend: type[AttentionBackend],
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """`params` are those of this rank."""
+        assert place.backend is not None
         self._size = params.num_heads * params.head_size
-        hidden_size = self._size * group.size
-        part = part_of(hidden_size, group)
+        hidden_size = self._size * place.group.size
+        part = part_of(hidden_size, place.group)
 
         def projection(*names: str) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 hidden_size,
                 [Columns(name=name, total=hidden_size, part=part) for name in names],
+                place,
                 has_bias=True,
-                dtype=dtype,
-                device=device,
             )
 
         self._query = projection(names.query)
         self._key_value = projection(names.key, names.value)
-        self._attend = Attention(params, layer_index=layer_index, backend=backend).forward
+        self._attend = Attention(params, layer_index=layer_index, backend=place.backend).forward
         self._output = RowParallelLinear(
-            names.output,
-            hidden_size,
-            hidden_size,
-            has_bias=True,
-            group=group,
-            dtype=dtype,
-            device=device,
+            names.output, hidden_size, hidden_size, place, has_bias=True
         )
 
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from attention.abstract import AttentionParams, AttentionType
 from tests.workers.models.bart.cross_attention import CrossAttention
@@ -16,21 +16,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attention.abstract import AttentionBackend, AttentionMetadata
+    from attention.abstract import AttentionMetadata
     from tests.workers.models.bart.config import BartConfig
-    from workers.layers.weight import Layer
+    from workers.layers.weight import Layer, Placement
     from workers.parallel.group import ParallelGroup
 
 _NORM_EPS = 1e-5
-
-
-class Placement(NamedTuple):
-    """Where the layers of a rank lie, and how they attend."""
-
-    group: ParallelGroup
-    backend: type[AttentionBackend]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class BartEncoderLayer(CompositeLayer):
@@ -73,10 +64,7 @@ class BartDecoderLayer(CompositeLayer):
             _names(f"{name}.encoder_attn"),
             attention_params(config, AttentionType.ENCODER_DECODER, placement.group),
             layer_index + 1,
-            placement.group,
-            backend=placement.backend,
-            dtype=placement.dtype,
-            device=placement.device,
+            placement,
         )
         self._cross_norm = layer_norm(f"{name}.encoder_attn_layer_norm", config, placement)
         self._mlp = _mlp(name, config, config.decoder.intermediate_size, placement)
@@ -119,14 +107,7 @@ def attention_params(
 
 def layer_norm(name: str, config: BartConfig, placement: Placement) -> LayerNorm:
     """Return the norm that a checkpoint calls by this name."""
-    return LayerNorm(
-        name,
-        config.hidden_size,
-        _NORM_EPS,
-        has_bias=True,
-        dtype=placement.dtype,
-        device=placement.device,
-    )
+    return LayerNorm(name, config.hidden_size, _NORM_EPS, placement, has_bias=True)
 
 
 def _self_attention(
@@ -136,10 +117,7 @@ def _self_attention(
         _names(f"{name}.self_attn"),
         attention_params(config, kind, placement.group),
         layer_index,
-        placement.group,
-        backend=placement.backend,
-        dtype=placement.dtype,
-        device=placement.device,
+        placement,
     )
 
 
@@ -150,14 +128,7 @@ def _mlp(name: str, config: BartConfig, intermediate_size: int, placement: Place
         activation="gelu",
         has_bias=True,
     )
-    return PlainMLP(
-        (f"{name}.fc1",),
-        f"{name}.fc2",
-        params,
-        group=placement.group,
-        dtype=placement.dtype,
-        device=placement.device,
-    )
+    return PlainMLP((f"{name}.fc1",), f"{name}.fc2", params, placement)
 
 
 def _names(name: str) -> ProjectionNames:

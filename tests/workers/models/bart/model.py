@@ -11,12 +11,11 @@ from attention.abstract import AttentionSpec, AttentionType
 from tests.workers.models.bart.layers import (
     BartDecoderLayer,
     BartEncoderLayer,
-    Placement,
     attention_params,
     layer_norm,
 )
 from workers.layers.embedding import ParallelHead, PositionEmbedding, VocabEmbedding
-from workers.layers.weight import CompositeLayer, Layer, WeightShard
+from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,17 +56,12 @@ class Bart(CompositeLayer):
         device: torch.device,
     ) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
-        placement = Placement(group, backend, dtype, device)
+        placement = Placement(group, dtype, device, backend=backend)
         self.config = config
         self.dtype = dtype
         self.device = device
         self._words = VocabEmbedding(
-            "model.shared",
-            config.vocab_size,
-            config.hidden_size,
-            group=group,
-            dtype=dtype,
-            device=device,
+            "model.shared", config.vocab_size, config.hidden_size, placement
         )
         self._word_scale = math.sqrt(config.hidden_size) if config.has_scaled_embedding else 1.0
         self._encoder_input = _Input("model.encoder", config, placement)
@@ -89,10 +83,8 @@ class Bart(CompositeLayer):
             "model.shared",
             config.vocab_size,
             config.hidden_size,
-            group=group,
+            placement,
             tied_to=self._words,
-            dtype=dtype,
-            device=device,
         )
         self._logits_bias = _LogitsBias(config.vocab_size, device)
 
@@ -156,8 +148,7 @@ class _Input(CompositeLayer):
             f"{name}.embed_positions.weight",
             _POSITION_OFFSET + config.max_positions,
             config.hidden_size,
-            dtype=placement.dtype,
-            device=placement.device,
+            placement,
         )
         self._norm = layer_norm(f"{name}.layernorm_embedding", config, placement)
 
