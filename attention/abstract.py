@@ -123,11 +123,7 @@ class AttentionMetadata(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        layer_index: int,
-        inputs: AttentionInputs,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
+        self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Write a layer's keys and values to the cache, and attend. Nothing is checked.
 

@@ -446,12 +446,7 @@ def _fp8_product(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return the same product in fp8."""
     scale = torch.ones(1, device=rows.device)
     return lambda: torch._scaled_mm(
-        rows,
-        rows.t(),
-        scale_a=scale,
-        scale_b=scale,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        rows, rows.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

@@ -158,11 +158,7 @@ def allow_all_tokens(plan: StepPlan, vocab_size: int) -> StepMasks:
 
 
 def cache_size(
-    config: EngineConfig,
-    spec: AttentionSpec,
-    *,
-    free_bytes: Callable[[], int],
-    num_neighbors: int,
+    config: EngineConfig, spec: AttentionSpec, *, free_bytes: Callable[[], int], num_neighbors: int
 ) -> CacheSize:
     """Return the size of the pools of each of the ranks that share the host's memory.
 

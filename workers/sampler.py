@@ -152,10 +152,7 @@ class Sampler:
 
     @torch.no_grad()
     def describe_prompts(
-        self,
-        chunks: Sequence[PromptChunk],
-        hidden: Tensor,
-        logits_of: Callable[[Tensor], Tensor],
+        self, chunks: Sequence[PromptChunk], hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
     ) -> list[PromptReport]:
         """Return reports on tokens of prompts, as `prompt_logprobs.describe_prompts` does."""
         return describe_prompts(chunks, hidden, logits_of, self._choice)

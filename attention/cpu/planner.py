@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from attention.batch import AttentionBatch, EncoderBatch
     from attention.cpu.buffers import Scratch, StepArrays, WritePlan
 
-__all__ = [
-    "LayerPlanner",
-    "PlanBuffers",
-    "encoder_of",
-    "make_planner",
-]
+__all__ = ["LayerPlanner", "PlanBuffers", "encoder_of", "make_planner"]
 
 _Ints = npt.NDArray[np.int64]
 _Lengths = npt.NDArray[np.int32]
@@ -293,12 +288,7 @@ class SpanPlanner:
     """Plans spans for layers with equal parameters."""
 
     def __init__(
-        self,
-        params: AttentionParams,
-        *,
-        spec: AttentionSpec,
-        bias: BandedBias,
-        gatherer: Gatherer,
+        self, params: AttentionParams, *, spec: AttentionSpec, bias: BandedBias, gatherer: Gatherer
     ) -> None:
         self._is_causal = params.is_causal
         self._window = params.sliding_window or sys.maxsize

@@ -87,11 +87,7 @@ class TorchSDPAMetadata(AttentionMetadata):
         return self._profile_plans[layer_index]
 
     def attend(
-        self,
-        layer_index: int,
-        inputs: AttentionInputs,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
+        self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
         params = self._builder.spec.layers[layer_index]
         query, out = inputs.query.flatten(1), out.flatten(1)

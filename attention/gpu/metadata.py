@@ -93,11 +93,7 @@ class GpuMetadata(AttentionMetadata):
         return self._gpu_batch
 
     def attend(
-        self,
-        layer_index: int,
-        inputs: AttentionInputs,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
+        self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
         batch = self.prepare_step()
         params, kernels = self._builder.layer(layer_index)
@@ -339,11 +335,7 @@ class OpTarget(Protocol):
     """The object that a handle identifies."""
 
     def attend(
-        self,
-        layer_index: int,
-        inputs: AttentionInputs,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
+        self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Write a layer's keys and values to the cache, and attend."""
 

@@ -168,10 +168,7 @@ class SharedKernels(LayerKernels):
 
 
 def decode_division(
-    params: AttentionParams,
-    tuning: PagedAttentionTuning,
-    block_size: int,
-    device: torch.device,
+    params: AttentionParams, tuning: PagedAttentionTuning, block_size: int, device: torch.device
 ) -> DecodeDivision:
     """Return how the decodes of layers with these parameters are divided."""
     per_head = num_multiprocessors(device) / params.num_kv_heads

@@ -183,9 +183,7 @@ class PagedDecodes:
             torch.sub(stops, self._window, out=starts).clamp_(min=0)
         tables = block_tables[:, :width]
         torch.mul(
-            tables,
-            self._blocks_per_block,
-            out=inputs.tables[: tables.shape[0], : tables.shape[1]],
+            tables, self._blocks_per_block, out=inputs.tables[: tables.shape[0], : tables.shape[1]]
         )
 
     def run_decodes(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:

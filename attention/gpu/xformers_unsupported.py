@@ -2,11 +2,7 @@
 
 from attention.abstract import AttentionParams, AttentionSpec
 
-__all__ = [
-    "SMALLEST_TILE",
-    "unsupported_by_decode",
-    "unsupported_by_prefill",
-]
+__all__ = ["SMALLEST_TILE", "unsupported_by_decode", "unsupported_by_prefill"]
 
 SMALLEST_TILE = 16
 """The fewest keys in a step of the decode's loop; block sizes must be multiples of it."""

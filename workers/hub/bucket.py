@@ -211,10 +211,7 @@ def fetch_folder(
 
 
 def _download(
-    location: S3Location,
-    mirror: Mirror,
-    transfer: _Transfer,
-    listing: Sequence[RemoteFile],
+    location: S3Location, mirror: Mirror, transfer: _Transfer, listing: Sequence[RemoteFile]
 ) -> None:
     mirror.begin()
     sides = [file for file in listing if is_side_file(file.name)]

@@ -227,10 +227,7 @@ def _complete(
         note_bytes(num_bytes)
         http_get(
             hf_hub_url(
-                revision.id,
-                file.name,
-                revision=revision.commit,
-                endpoint=settings.endpoint,
+                revision.id, file.name, revision=revision.commit, endpoint=settings.endpoint
             ),
             stream,
             resume_size=num_bytes,
@@ -293,9 +290,7 @@ def hub_error(error: BaseException, name: HubName, settings: HubSettings) -> Che
             )
     # The innermost cause, which describes the connection.
     return HubUnreachableError(
-        name,
-        f"{settings.endpoint}: {_reason(causes[-1])}",
-        "check the network and HF_ENDPOINT",
+        name, f"{settings.endpoint}: {_reason(causes[-1])}", "check the network and HF_ENDPOINT"
     )
 
 

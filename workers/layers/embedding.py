@@ -30,13 +30,7 @@ class VocabEmbedding(Layer):
     """The token embedding, scaled by `scale`."""
 
     def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        place: Placement,
-        *,
-        scale: float = 1.0,
+        self, name: str, vocab_size: int, hidden_size: int, place: Placement, *, scale: float = 1.0
     ) -> None:
         self._name = name
         self._scale = float(torch.tensor(scale).to(place.dtype))

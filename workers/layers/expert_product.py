@@ -260,12 +260,7 @@ class Router(Layer):
     """Chooses the experts of the highest softmax; all ranks compute it, with the same result."""
 
     def __init__(
-        self,
-        name: str,
-        experts: ExpertsConfig,
-        place: Placement,
-        *,
-        hidden_size: int,
+        self, name: str, experts: ExpertsConfig, place: Placement, *, hidden_size: int
     ) -> None:
         self._name = name
         self._shape = (experts.num_experts, hidden_size)

@@ -64,12 +64,7 @@ class ColumnParallelLinear(Layer):
     """One or several linear layers in one GEMM, of which each rank computes some columns."""
 
     def __init__(
-        self,
-        in_size: int,
-        columns: Sequence[Columns],
-        place: Placement,
-        *,
-        has_bias: bool,
+        self, in_size: int, columns: Sequence[Columns], place: Placement, *, has_bias: bool
     ) -> None:
         self._in_size = in_size
         self._columns = tuple(columns)
@@ -123,13 +118,7 @@ class RowParallelLinear(Layer):
     """
 
     def __init__(
-        self,
-        name: str,
-        in_size: int,
-        out_size: int,
-        place: Placement,
-        *,
-        has_bias: bool,
+        self, name: str, in_size: int, out_size: int, place: Placement, *, has_bias: bool
     ) -> None:
         group = place.group
         self._name = name
@@ -138,11 +127,7 @@ class RowParallelLinear(Layer):
         self._group = group
         self._has_bias = has_bias
         self.kernel = make_format_kernel(
-            [name],
-            out_size,
-            in_size // group.size,
-            place,
-            has_bias=has_bias and group.rank == 0,
+            [name], out_size, in_size // group.size, place, has_bias=has_bias and group.rank == 0
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

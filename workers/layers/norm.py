@@ -30,13 +30,7 @@ class Norm(Layer):
     _dummy_weight: ClassVar[float] = 1.0
 
     def __init__(
-        self,
-        name: str,
-        size: int,
-        eps: float,
-        place: Placement,
-        *,
-        has_bias: bool = False,
+        self, name: str, size: int, eps: float, place: Placement, *, has_bias: bool = False
     ) -> None:
         self._name = name
         self.weight = torch.empty(

@@ -62,10 +62,7 @@ class Bert(CompositeLayer):
         self.device = device
         self._progress = group.progress
         self._words = VocabEmbedding(
-            f"{prefix}.embeddings.word_embeddings",
-            config.vocab_size,
-            config.hidden_size,
-            place,
+            f"{prefix}.embeddings.word_embeddings", config.vocab_size, config.hidden_size, place
         )
         self._positions = PositionEmbedding(
             f"{prefix}.embeddings.position_embeddings.weight",

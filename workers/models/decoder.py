@@ -208,12 +208,7 @@ class _LayerRotations:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        num_query_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: ModelConfig, *, num_query_heads: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         of_layers = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = list(dict.fromkeys(of_layers))

@@ -88,11 +88,7 @@ class FusedNorm:
     """Adds to the residual stream, in place, and norms the sum, by one kernel if there is one."""
 
     def __init__(
-        self,
-        norm: Norm | None,
-        *,
-        sums_over: ParallelGroup | None = None,
-        overlaps: bool = False,
+        self, norm: Norm | None, *, sums_over: ParallelGroup | None = None, overlaps: bool = False
     ) -> None:
         """Without a norm, the stream itself is returned.
 
@@ -175,11 +171,7 @@ class FusedNorm:
                 return None
             add_norm = partial(one_shot.add_norm, delta=delta)
         return add_norm(
-            stream,
-            weight=norm.weight,
-            bias=norm.bias,
-            eps=norm.eps,
-            is_centered=norm.is_centered,
+            stream, weight=norm.weight, bias=norm.bias, eps=norm.eps, is_centered=norm.is_centered
         )
 
     def _summed(self, delta: torch.Tensor | PendingSum | None) -> torch.Tensor | None:

@@ -208,10 +208,7 @@ def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> li
 
 
 def _head_norm(
-    prefix: str,
-    config: ModelConfig,
-    params: AttentionParams,
-    place: Placement,
+    prefix: str, config: ModelConfig, params: AttentionParams, place: Placement
 ) -> QKNorm | WholeQKNorm | None:
     """Return the norm of queries and keys, or None."""
     if not config.has_qk_norm:

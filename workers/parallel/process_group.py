@@ -249,13 +249,7 @@ class _WorkSum(PendingSum):
 
 # Any, since the stubs of these bindings differ between builds of torch.
 def _open_gloo(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    timeout: timedelta,
-    host: str,
-    device: torch.device,
+    store: Store, rank: int, size: int, *, timeout: timedelta, host: str, device: torch.device
 ) -> Any:
     # Without a device, gloo binds to the address of the host name, which often does not resolve.
     gloo: Any = dist.ProcessGroupGloo
@@ -266,13 +260,7 @@ def _open_gloo(
 
 
 def _open_nccl(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    timeout: timedelta,
-    host: str,
-    device: torch.device,
+    store: Store, rank: int, size: int, *, timeout: timedelta, host: str, device: torch.device
 ) -> Any:
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:

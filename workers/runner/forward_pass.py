@@ -156,11 +156,7 @@ class _SampledStep(SelectedAttention):
         self._write = write
 
     def attend_selected(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         self._write(layer, key, value)
         out = query.new_empty(query.shape)

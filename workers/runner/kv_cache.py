@@ -317,10 +317,6 @@ def find_batched_copies() -> BatchedCopies | None:
         ctypes.c_void_p,
     )
     result = find(
-        b"cuMemcpyBatchAsync",
-        ctypes.addressof(address),
-        _VERSION,
-        0,
-        ctypes.addressof(status),
+        b"cuMemcpyBatchAsync", ctypes.addressof(address), _VERSION, 0, ctypes.addressof(status)
     )
     return None if result or not address.value else BatchedCopies(address.value)

@@ -135,12 +135,7 @@ class ModelRunner:
         sample = partial(self._sampler.sample, logits.whole(), rows, positions)
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 
-    def _sample(
-        self,
-        inputs: StepInputs,
-        choose: Sample,
-        masks: StepMasks | None,
-    ) -> Sampled:
+    def _sample(self, inputs: StepInputs, choose: Sample, masks: StepMasks | None) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
         sampled = choose(masks)
         return replace(sampled, token_ids=self._batch.append_sampled(inputs, sampled.token_ids))

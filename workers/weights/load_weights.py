@@ -61,9 +61,7 @@ class TensorSource(Protocol):
 
 
 def load_weights(
-    model: Layer,
-    config: EngineConfig,
-    report_progress: Callable[[int, int], None] | None = None,
+    model: Layer, config: EngineConfig, report_progress: Callable[[int, int], None] | None = None
 ) -> dict[str, str]:
     """Load a model and make it ready to run; return a digest of each file that has its tensors.
 

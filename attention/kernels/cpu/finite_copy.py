@@ -82,10 +82,7 @@ def _kernel(source: torch.dtype, target: torch.dtype) -> ctypes._NamedFuncPointe
     if library is None or name is None:
         return None
     kernel = library[name]
-    kernel.argtypes = [
-        *(_ADDRESS, _NUMBER, _ADDRESS, _NUMBER, _NUMBER, _NUMBER),
-        ctypes.c_uint32,
-    ]
+    kernel.argtypes = [*(_ADDRESS, _NUMBER, _ADDRESS, _NUMBER, _NUMBER, _NUMBER), ctypes.c_uint32]
     kernel.restype = _NUMBER
     return kernel
 

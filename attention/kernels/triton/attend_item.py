@@ -204,11 +204,7 @@ def attend_item(
         num_heads = tl.num_programs(0) * num_queries_per_kv
         part = first_parts.to(tl.int64) + split
         part_heads = part * num_heads + heads
-        tl.store(
-            parts + part_heads[:, None] * head_size + dims[None, :],
-            result,
-            mask=is_stored,
-        )
+        tl.store(parts + part_heads[:, None] * head_size + dims[None, :], result, mask=is_stored)
         tl.store(part_lse + part_heads, result_lse, mask=is_vector)
         # With one row per item there are few programs, so each may use more registers.
         lone: tl.constexpr = 32 // triton.next_power_of_2(num_queries_per_kv)

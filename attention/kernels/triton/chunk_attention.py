@@ -336,10 +336,7 @@ def paged_attention(
     query can see are not read.
     """
     layout = KeyLayout(
-        keys=layer_cache[:, 0],
-        values=layer_cache[:, 1],
-        bounds=seq_lens,
-        block_tables=block_tables,
+        keys=layer_cache[:, 0], values=layer_cache[:, 1], bounds=seq_lens, block_tables=block_tables
     )
     attend_chunks(
         query,

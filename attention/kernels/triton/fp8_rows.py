@@ -90,9 +90,7 @@ def empty_quantized(
     num_allocated = -(-num_rows // ROW_STEP) * ROW_STEP
     values = torch.empty((num_allocated, size), dtype=torch.float8_e4m3fn, device=device)
     return QuantizedRows(
-        values[:num_rows],
-        torch.empty((num_rows, 1), dtype=torch.float32, device=device),
-        dtype,
+        values[:num_rows], torch.empty((num_rows, 1), dtype=torch.float32, device=device), dtype
     )
 
 

@@ -18,11 +18,7 @@ __all__ = [
 
 _MIN_VECTORS = 16
 """The smallest matrix product of tensor cores."""
-_DOT_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+_DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _LOG2_E = 1.4426950408889634
 

@@ -76,10 +76,7 @@ class DequantizedLinear(QuantizedLinear):
         weight = self._stored.dequantized(self._dtype)
         del self._stored
         kernel = make_linear_kernel(
-            *weight.shape,
-            has_bias=self.bias is not None,
-            dtype=self._dtype,
-            device=weight.device,
+            *weight.shape, has_bias=self.bias is not None, dtype=self._dtype, device=weight.device
         )
         kernel.weight.copy_(weight)
         if kernel.bias is not None and self.bias is not None:

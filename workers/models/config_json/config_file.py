@@ -233,8 +233,7 @@ class ConfigFile:
             or not (least < value <= most and math.isfinite(value))
         ):
             raise self.rejection(
-                key,
-                f"must be a number above {least:g} and at most {most:g}, not {_shown(value)}",
+                key, f"must be a number above {least:g} and at most {most:g}, not {_shown(value)}"
             )
         return float(value)
 

@@ -48,8 +48,7 @@ _TOKENS = re.compile(
 )
 
 _FP8 = Quantization(
-    method="fp8",
-    rules=(FormatRule(re.compile(""), Fp8Format(is_made_at_load=True)),),
+    method="fp8", rules=(FormatRule(re.compile(""), Fp8Format(is_made_at_load=True)),)
 )
 
 

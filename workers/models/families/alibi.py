@@ -68,11 +68,7 @@ def _read_bloom(file: ConfigFile) -> ModelConfig:
         activation="gelu_tanh",
     )
     return replace(
-        config,
-        has_norm_bias=True,
-        has_qkv_bias=True,
-        has_output_bias=True,
-        has_mlp_bias=True,
+        config, has_norm_bias=True, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True
     )
 
 
@@ -129,10 +125,7 @@ def _qkv_limit_mpt(attention: ConfigFile) -> float | None:
 
 
 MPT = Family(
-    architecture="MptForCausalLM",
-    model_types=("mpt",),
-    read=_read_mpt,
-    aliases=("MPTForCausalLM",),
+    architecture="MptForCausalLM", model_types=("mpt",), read=_read_mpt, aliases=("MPTForCausalLM",)
 )
 
 

@@ -14,11 +14,7 @@ from workers.models.config_json.family import (
     windows_by_layer_type,
 )
 from workers.models.config_json.rope_section import ropes_by_layer_type, with_rope
-from workers.models.families.text_part import (
-    TEXT_SECTION,
-    as_text_part,
-    is_tied_by_default,
-)
+from workers.models.families.text_part import TEXT_SECTION, as_text_part, is_tied_by_default
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig

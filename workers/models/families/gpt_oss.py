@@ -110,8 +110,5 @@ def _has_mxfp4(file: ConfigFile, config: ModelConfig) -> bool:
 
 
 GPT_OSS = Family(
-    architecture="GptOssForCausalLM",
-    model_types=("gpt_oss",),
-    read=_read,
-    reads_quantization=True,
+    architecture="GptOssForCausalLM", model_types=("gpt_oss",), read=_read, reads_quantization=True
 )

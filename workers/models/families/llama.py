@@ -46,9 +46,7 @@ _NAMES_STARCODER2 = TensorNames(mlp_input=("mlp.c_fc",), mlp_output="mlp.c_proj"
 _NORM_EPS_GLM4 = 1.5625e-7
 _NAMES_GLM4 = TensorNames(mlp_input=("mlp.gate_up_proj",))
 _NAMES_OF_FOUR_NORMS_GLM4 = replace(
-    _NAMES_GLM4,
-    attention_post_norm="post_self_attn_layernorm",
-    mlp_post_norm="post_mlp_layernorm",
+    _NAMES_GLM4, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
 )
 
 _MAX_SCALE_COHERE2 = 1e6

@@ -15,11 +15,7 @@ from workers.models.config_json.family import (
     windows_by_layer_type,
 )
 from workers.models.config_json.rope_section import kind_key, rope_section, with_rope
-from workers.models.families.text_part import (
-    TEXT_SECTION,
-    as_text_part,
-    is_tied_by_default,
-)
+from workers.models.families.text_part import TEXT_SECTION, as_text_part, is_tied_by_default
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
@@ -39,10 +35,7 @@ _MAX_GROWTH_MINISTRAL3 = 1e3
 _THETA_MIXTRAL = 1e6
 _NAMES_MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
-    expert_input=(
-        "block_sparse_moe.experts.{}.w1.weight",
-        "block_sparse_moe.experts.{}.w3.weight",
-    ),
+    expert_input=("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
     expert_output="block_sparse_moe.experts.{}.w2.weight",
 )
 

@@ -23,11 +23,7 @@ __all__ = ["TEXT_SECTION", "as_text_part", "is_tied_by_default"]
 TEXT_SECTION = "text_config"
 _HEAD_PREFIX = ("language_model.lm_head.", "lm_head.")
 # As transformers 4 and 5 write them. Qwen2.5-VL was published with the prefix of a plain decoder.
-_PREFIXES = (
-    _HEAD_PREFIX,
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-)
+_PREFIXES = (_HEAD_PREFIX, ("language_model.model.", "model."), ("model.language_model.", "model."))
 _MODULES_OF_VISION = ("visual.", "vision_tower.", "multi_modal_projector.")
 _SKIPPED = (*_MODULES_OF_VISION, *(f"model.{module}" for module in _MODULES_OF_VISION))
 # Fields of images and videos have no effect on the text part.

@@ -17,10 +17,4 @@ from attention.kernels.triton.choice.launch import (
     take_leaders,
 )
 
-__all__ = [
-    "choose_filtered",
-    "choose_greedy",
-    "choose_unfiltered",
-    "find_leaders",
-    "take_leaders",
-]
+__all__ = ["choose_filtered", "choose_greedy", "choose_unfiltered", "find_leaders", "take_leaders"]

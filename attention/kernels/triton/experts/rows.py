@@ -17,16 +17,8 @@ import triton.language as tl
 
 from attention.kernels.triton.experts.tiles import gated
 from attention.kernels.triton.experts.tuning import MXFP4_HALF
-from attention.kernels.triton.gemm.row_product import (
-    VECTOR_BYTES,
-    add_row_product,
-    weight_vectors,
-)
-from attention.kernels.triton.kernel_launcher import (
-    can_depend,
-    launch_options,
-    wait_for_inputs,
-)
+from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, add_row_product, weight_vectors
+from attention.kernels.triton.kernel_launcher import can_depend, launch_options, wait_for_inputs
 
 if TYPE_CHECKING:
     from attention.kernels.arguments import ExpertWeights
@@ -245,10 +237,7 @@ def _down_rows(
 
 
 def row_expert_sums(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    stored: ExpertWeights,
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, stored: ExpertWeights
 ) -> torch.Tensor:
     """Compute `expert_sums` by a kernel for few rows."""
     num_rows, hidden_size = x.shape

@@ -361,9 +361,7 @@ def tile_inputs(
         depth = first + tl.arange(0, tile_depth)
         is_deep = (depth < in_size) | (in_size % tile_depth == 0)
         lower = tl.load(
-            x + rows[:, None] + depth[None, :],
-            mask=is_row[:, None] & is_deep[None, :],
-            other=0.0,
+            x + rows[:, None] + depth[None, :], mask=is_row[:, None] & is_deep[None, :], other=0.0
         ).to(operand_type)
         upper = lower
     return lower, upper
@@ -395,9 +393,7 @@ def add_product(
     if is_mxfp4:
         places = first // 2 + tl.arange(0, half)
         numbers = tl.load(
-            matrix + columns[:, None] * row_size + places[None, :],
-            mask=is_column[:, None],
-            other=0,
+            matrix + columns[:, None] * row_size + places[None, :], mask=is_column[:, None], other=0
         )
         exponents = scales + first // half * num_columns + columns
         is_upper = first + half < in_size

@@ -20,16 +20,8 @@ import triton.language as tl
 
 from attention.kernels.triton.gated_activation import rounded_gate
 from attention.kernels.triton.gemm.int4 import half_tile
-from attention.kernels.triton.gemm.row_product import (
-    VECTOR_BYTES,
-    add_row_product,
-    weight_vectors,
-)
-from attention.kernels.triton.kernel_launcher import (
-    can_depend,
-    launch_options,
-    wait_for_inputs,
-)
+from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, add_row_product, weight_vectors
+from attention.kernels.triton.kernel_launcher import can_depend, launch_options, wait_for_inputs
 
 __all__ = ["GemvTuning", "add_gemv", "default_gemv_tuning", "gemv", "gemv_gated"]
 

@@ -14,11 +14,7 @@ import triton.language as tl
 
 from attention.kernels.triton.gated_activation import rounded_gate
 from attention.kernels.triton.gemm.row_product import scale_and_zero
-from attention.kernels.triton.kernel_launcher import (
-    can_depend,
-    launch_options,
-    wait_for_inputs,
-)
+from attention.kernels.triton.kernel_launcher import can_depend, launch_options, wait_for_inputs
 from attention.kernels.triton.tuning import dot_type, next_power_of_two
 
 __all__ = [
@@ -269,10 +265,7 @@ def _dequantize(
 
 
 def int4_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    words: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `[num_rows, out_size]`, for at most `MAX_ROWS` rows.
 

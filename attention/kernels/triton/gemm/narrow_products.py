@@ -19,11 +19,7 @@ def fp8_products() -> str:
 
     The output is the sum of all 16 products.
     """
-    lines = [
-        ".reg .b16 low, high;",
-        ".reg .b32 p, first, second;",
-        ".reg .f32 x, y;",
-    ]
+    lines = [".reg .b16 low, high;", ".reg .b32 p, first, second;", ".reg .f32 x, y;"]
     for word in range(_NUM_WORDS):
         lines.append(f"mov.b32 {{low, high}}, ${1 + word};")
         for half, sums, operand in (("low", "first", 0), ("high", "second", 1)):
@@ -40,11 +36,7 @@ def int4_products() -> str:
     for the upper numbers of both. The outputs are the sums of the products of the lower and of the
     upper numbers, divided by 2**24 and 2**20, because numbers are read as subnormal float16.
     """
-    lines = [
-        ".reg .b32 t, p, a, b, c, d;",
-        ".reg .b16 low, high;",
-        ".reg .f32 x, y;",
-    ]
+    lines = [".reg .b32 t, p, a, b, c, d;", ".reg .b16 low, high;", ".reg .f32 x, y;"]
     for word in range(_NUM_WORDS):
         lines.append(f"shr.u32 t, ${2 + word}, 8;")
         for index, sums in enumerate("abcd"):
@@ -61,11 +53,7 @@ def mxfp4_products() -> str:
     The exponent and mantissa bits become the lowest exponent bits and the highest mantissa bit of
     float16, which divides by 2**14, the difference of the exponent biases.
     """
-    lines = [
-        ".reg .b32 t, p, q, a, b, c, d;",
-        ".reg .b16 low, high;",
-        ".reg .f32 x, y;",
-    ]
+    lines = [".reg .b32 t, p, q, a, b, c, d;", ".reg .b16 low, high;", ".reg .f32 x, y;"]
     for word in range(_NUM_WORDS):
         for index, (sums, shift) in enumerate(zip("abcd", (12, 4, 8, 0), strict=True)):
             source = f"${2 + word}"
@@ -143,12 +131,7 @@ def _power_below(magnitudes: tl.tensor, up: tl.constexpr) -> tuple[tl.tensor, tl
 def _pairs(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """Return two float32 numbers as float16 in one word, `low` in the lower half."""
     return tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;",
-        "=r,f,f",
-        [low, high],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
     )
 
 

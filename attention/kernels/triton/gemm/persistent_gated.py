@@ -109,10 +109,7 @@ def persistent_gated(
     _gated_gemm[(num_programs,)](
         TensorDescriptor(x, [*x.shape], [*x.stride()], [TILE_ROWS, TILE_DEPTH]),
         TensorDescriptor(
-            weight,
-            [2, size, in_size],
-            [size * in_size, in_size, 1],
-            [2, _TILE_COLUMNS, TILE_DEPTH],
+            weight, [2, size, in_size], [size * in_size, in_size, 1], [2, _TILE_COLUMNS, TILE_DEPTH]
         ),
         TensorDescriptor(out, [*out.shape], [*out.stride()], [TILE_ROWS, _TILE_COLUMNS]),
         num_rows,

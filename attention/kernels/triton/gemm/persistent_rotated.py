@@ -55,11 +55,7 @@ def rotates_faster(
 
 @triton.jit
 def _rotated_head(
-    head: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    tile_rows: tl.constexpr,
-    half: tl.constexpr,
+    head: tl.tensor, cos: tl.tensor, sin: tl.tensor, tile_rows: tl.constexpr, half: tl.constexpr
 ) -> tl.tensor:
     """Return `[tile_rows, 2 * half]` elements, rotated; the angles are `[tile_rows, half]`."""
     first, second = tl.split(head.reshape(tile_rows, 2, half).permute(0, 2, 1))

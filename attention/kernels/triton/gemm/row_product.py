@@ -9,11 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.gemm.narrow_products import (
-    multiply_fp8,
-    multiply_nibbles,
-    row_inputs,
-)
+from attention.kernels.triton.gemm.narrow_products import multiply_fp8, multiply_nibbles, row_inputs
 
 __all__ = ["VECTOR_BYTES", "add_row_product", "scale_and_zero", "weight_vectors"]
 

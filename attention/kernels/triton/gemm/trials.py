@@ -19,10 +19,7 @@ from attention.kernels.triton.gemm.fp8_tiles import Fp8Tiling, fp8_tiles_gemm, n
 from attention.kernels.triton.gemm.gemv import GemvTuning, gemv
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv
 from attention.kernels.triton.gemm.persistent_gated import persistent_gated
-from attention.kernels.triton.gemm.persistent_rotated import (
-    ROTATED_HEAD_SIZE,
-    persistent_rotated,
-)
+from attention.kernels.triton.gemm.persistent_rotated import ROTATED_HEAD_SIZE, persistent_rotated
 from attention.kernels.triton.gemm.skinny import SkinnyGemmTuning, skinny_gemm
 
 if TYPE_CHECKING:
