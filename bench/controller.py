@@ -68,7 +68,7 @@ class SimulatedRanks(Executor):
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth()
 
-    def restart_ranks(self) -> None:
+    def restart_ranks(self) -> bool:
         raise AssertionError("These ranks do not die.")
 
 

@@ -107,8 +107,6 @@ class CacheConfig:
     """Whether sequences with a common prefix share its full blocks."""
     enable_cpu_prefix_cache: bool = True
     """Whether prefixes that have no room on the device are kept in the CPU pool."""
-    cpu_pool_checksums: bool = False
-    """Whether blocks of a pool that outlived a rank are compared with checksums."""
     disk_cache_folder: str | None = None
     """Folder in which each rank keeps prefixes evicted from the CPU pool; None disables this."""
     disk_cache_bytes: int | None = None
@@ -130,9 +128,6 @@ class CacheConfig:
             raise StartupError("disk_cache_folder and disk_cache_bytes must be set together.")
         if self.disk_cache_folder is not None and not self.has_cpu_cache:
             raise StartupError("disk_cache_folder needs the prefix cache, and blocks on the CPU.")
-
-        if self.cpu_pool_checksums and not self.has_cpu_cache:
-            raise StartupError("cpu_pool_checksums needs a CPU pool that outlives its ranks.")
 
     @property
     def has_cpu_cache(self) -> bool:
@@ -266,18 +261,13 @@ class EngineConfig:
                 f"structure_compile_s must be above 0 and at most 60, "
                 f"not {self.structure_compile_s}."
             )
-        for name in ("disk_cache_folder", "cpu_pool_checksums"):
-            if self.model.pools and getattr(self.cache, name):
-                raise StartupError(
-                    f"{name} has no effect on {self.model.name}, which embeds or scores texts and "
-                    "keeps no KV blocks; remove it."
-                )
+        if self.model.pools and self.cache.disk_cache_folder:
+            raise StartupError(
+                f"disk_cache_folder has no effect on {self.model.name}, which embeds or scores "
+                "texts and keeps no KV blocks; remove it."
+            )
         if self.scheduler.preemption == "swap" and self.cache.num_cpu_blocks == 0:
             raise StartupError("preemption swap needs CPU blocks, but num_cpu_blocks is 0.")
-        if self.cache.cpu_pool_checksums and self.parallel.executor == "local":
-            raise StartupError(
-                "cpu_pool_checksums needs the ray executor, whose CPU pool outlives its ranks."
-            )
 
     @property
     def max_model_len(self) -> int:

@@ -294,5 +294,3 @@ class PoolReport(NamedTuple):
     """Whether it is in the memory of the controller."""
     is_kept: bool = False
     """Whether it has the contents of the epoch before."""
-    damaged: tuple[int, ...] = ()
-    """Blocks of a kept pool with contents that may have changed."""

@@ -89,12 +89,13 @@ class FakeExecutor(Executor):
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth(is_busy=bool(self._plans))
 
-    def restart_ranks(self) -> None:
+    def restart_ranks(self) -> bool:
         self.num_restarts += 1
         self._plans.clear()
         self._acknowledged_step = -1
         if self.restart_failures:
             raise self.restart_failures.popleft()
+        return False
 
     def close(self) -> None:
         self._plans.clear()

@@ -33,7 +33,6 @@ from workers.memory_profile import (
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError
-from workers.runner.checksum_jobs import ChecksumJobs
 from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.forward_pass import ForwardPass, SampledAttention
@@ -100,7 +99,6 @@ class DecoderWorker(Worker):
         """Kept from epoch to epoch, since pinning takes long."""
         self._pool_mapper: PoolMapper | None = None
         self._pool_report = PoolReport()
-        self._checksum_jobs: ChecksumJobs | None = None
         self._disk_jobs: DiskJobs | None = None
         self._is_warm = False
         self._idle_lock = threading.Lock()
@@ -135,15 +133,12 @@ class DecoderWorker(Worker):
         self._close_jobs()
         self._group.progress.begin_captures()
         cache = self._make_cache(num_blocks, num_cpu_blocks)
-        if self._host_pool is not None and self._host_pool.checksums is not None:
-            self._checksum_jobs = ChecksumJobs(self._host_pool.checksums)
         self._runner = self._make_runner(cache, self._graph_sizes)
         if self._host_pool is not None:
             self._pool_report = self._host_pool.take_report()
         folder = self._config.cache.disk_cache_folder
         if folder is not None and self._host_pool is not None:
-            pool = self._host_pool
-            self._disk_jobs = DiskJobs(folder, pool.blocks, checksums=pool.checksums)
+            self._disk_jobs = DiskJobs(folder, self._host_pool.blocks)
         report = KernelReport(
             self._backend.get_name(),
             self._runner.forward_pass.attention_providers,
@@ -196,8 +191,6 @@ class DecoderWorker(Worker):
             # There may have been too little idle time.
             assert self._host_pool is not None
             self._host_pool.start_pinning()
-        if self._checksum_jobs is not None:
-            self._checksum_jobs.begin(plan)
         if self._disk_jobs is not None:
             self._disk_jobs.launch(plan)
         return self._runner.launch(plan)
@@ -289,7 +282,6 @@ class DecoderWorker(Worker):
             batch=batch,
             sampler=sampler,
             progress=self._group.progress,
-            checksum_jobs=self._checksum_jobs,
         )
 
     def _make_forward_pass(
@@ -341,9 +333,7 @@ class DecoderWorker(Worker):
         """End all background reads and writes of the CPU pool, before its blocks are reused."""
         if self._disk_jobs is not None:
             self._disk_jobs.close()
-        if self._checksum_jobs is not None:
-            self._checksum_jobs.close()
-        self._disk_jobs = self._checksum_jobs = None
+        self._disk_jobs = None
 
     def _free_bytes(self) -> int:
         """Return the bytes that the device pool may take."""

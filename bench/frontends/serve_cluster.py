@@ -67,9 +67,10 @@ class RepeatingExecutor(SimulatedRanks):
         self._step = plan.step
         return StepOutput(plan.step, [TOKEN] * plan.num_sampled)
 
-    def restart_ranks(self) -> None:
+    def restart_ranks(self) -> bool:
         self._plans.clear()
         self._step = -1
+        return False
 
     def close(self) -> None:
         self._plans.clear()

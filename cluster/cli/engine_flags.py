@@ -133,11 +133,6 @@ _GROUPS = {
         Flag("enable_prefix_cache", "Disable prefix caching.", bool),
         Flag("enable_cpu_prefix_cache", "Do not keep evicted prefixes in CPU blocks.", bool),
         Flag(
-            "cpu_pool_checksums",
-            "Drop CPU blocks with wrong checksums when a rank is replaced.",
-            bool,
-        ),
-        Flag(
             "disk_cache_folder",
             "Folder on a fast local disk for prefixes evicted from CPU blocks. (default: none)",
             str,

@@ -24,7 +24,7 @@ from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -211,12 +211,12 @@ class EmbeddingScheduler(Scheduler):
                 ]
         return events
 
-    def reset(self, damaged: Collection[int] | None = None) -> None:
+    def reset(self, *, keeps_cpu_pool: bool = False) -> None:
         """Begin an epoch with new ranks: the texts in flight wait again."""
         for job, index in self._batch:
             job.put_back(index)
         self._batch = []
-        super().reset(damaged)
+        super().reset(keeps_cpu_pool=keeps_cpu_pool)
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         """Resolve the jobs of requests that have ended."""

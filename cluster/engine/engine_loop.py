@@ -395,14 +395,14 @@ class EngineLoop:
         are_waiting = "1 request is" if num_open == 1 else f"{num_open} requests are"
         what = f"Replacing ranks; {are_waiting} waiting."
         self._pause_after(error, what, has_narrowed=has_narrowed)
-        damaged = self._restart_ranks()
+        keeps_cpu_pool = self._restart_ranks()
         with self._lock:
-            self._begin_epoch(damaged)
+            self._begin_epoch(keeps_cpu_pool=keeps_cpu_pool)
             self._replacements["hang" if isinstance(error, HungRankError) else "death"] += 1
         self._is_replacing = False
         logger.info("All ranks are ready again after %.1f s.", self._clock.now_s() - started_s)
 
-    def _restart_ranks(self) -> Sequence[int] | None:
+    def _restart_ranks(self) -> bool:
         """Start new ranks, and replace ranks that die meanwhile."""
         while True:
             try:
@@ -426,10 +426,10 @@ class EngineLoop:
             if self._lock.wait_for(lambda: self._is_stopping, pause_s):
                 raise ShuttingDownError
 
-    def _begin_epoch(self, damaged: Sequence[int] | None) -> None:
-        """Begin again at step 0, with new ranks; for `damaged`, see `Executor.restart_ranks`."""
+    def _begin_epoch(self, *, keeps_cpu_pool: bool) -> None:
+        """Begin again at step 0, with new ranks."""
         self._in_flight.clear()
-        self._scheduler.reset(damaged)
+        self._scheduler.reset(keeps_cpu_pool=keeps_cpu_pool)
 
     def _check_progress(self, now_s: float) -> None:
         """Find out whether something hangs; called by the watchdog."""

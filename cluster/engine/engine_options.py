@@ -93,7 +93,6 @@ class EngineOptions:
     memory_fraction: float = _DEFAULTS["memory_fraction"]
     enable_prefix_cache: bool = _DEFAULTS["enable_prefix_cache"]
     enable_cpu_prefix_cache: bool = _DEFAULTS["enable_cpu_prefix_cache"]
-    cpu_pool_checksums: bool = _DEFAULTS["cpu_pool_checksums"]
     disk_cache_folder: str | None = _DEFAULTS["disk_cache_folder"]
     disk_cache_bytes: int | None = _DEFAULTS["disk_cache_bytes"]
     kv_cache_dtype: KVCacheDtype = _DEFAULTS["kv_cache_dtype"]

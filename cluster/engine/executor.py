@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,12 +106,11 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def restart_ranks(self) -> Sequence[int] | None:
+    def restart_ranks(self) -> bool:
         """Replace the ranks that have died, or all of them; steps count from 0 again.
 
-        Returns the damaged blocks of the CPU pool if every rank has the pool that it had, which is
-        then as it was otherwise; None if the pool of some rank is new. Of the device pool nothing
-        is kept.
+        Returns whether every rank has the CPU pool that it had, as it was. Of the device pool
+        nothing is kept.
 
         Raises WorkerError or StartupError.
         """

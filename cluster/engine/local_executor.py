@@ -123,7 +123,7 @@ class LocalExecutor(Executor):
     def observe_ranks(self, now_s: float) -> RankHealth:
         return replace(self._monitor.observe(now_s), is_replaceable=False)
 
-    def restart_ranks(self) -> list[int] | None:
+    def restart_ranks(self) -> bool:
         """Give the rank new rows and a new device pool; the model and the CPU pool stay."""
         for step in self._running:
             step.cancel()
@@ -139,8 +139,7 @@ class LocalExecutor(Executor):
         beginning = self._thread.submit(self._begin_epoch)
         _survived(lambda: self._result(beginning))
         self._monitor.begin_steps()
-        report = self._worker.pool_report
-        return list(report.damaged) if report.is_kept else None
+        return self._worker.pool_report.is_kept
 
     def close(self) -> None:
         # Release a step that is waiting for masks.

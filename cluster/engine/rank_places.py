@@ -107,7 +107,6 @@ class PoolMemories:
         self._memories: list[NodeMemory | None] = [self._make_memory() for _ in range(num_ranks)]
         self._is_lost = False
         """Whether some rank has a new pool."""
-        self._damaged: set[int] = set()
 
     def address(self, rank: int) -> MemoryAddress | None:
         """Return where a rank finds its memory, or None if there is none."""
@@ -122,18 +121,15 @@ class PoolMemories:
                 memory.close()
                 self._memories[rank] = self._make_memory()
             self._is_lost = self._is_lost or not report.is_kept
-            self._damaged.update(report.damaged)
 
-    def take_damaged(self) -> list[int] | None:
-        """Return the blocks that are damaged on some rank, or None if some rank has a new pool.
+    def take_kept(self) -> bool:
+        """Return whether every rank has the pool that it had.
 
         Covers all reports since the last call: a rank may have died after its report, and the next
         rank has kept a pool that was new.
         """
-        damaged = None if self._is_lost else sorted(self._damaged)
-        self._is_lost = False
-        self._damaged.clear()
-        return damaged
+        are_kept, self._is_lost = not self._is_lost, False
+        return are_kept
 
     def renew(self) -> None:
         """Give the next ranks other memory, and free this memory, which no rank uses."""

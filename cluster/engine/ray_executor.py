@@ -67,7 +67,7 @@ class RayExecutor(Executor):
             self._cache_size, self._kernels = self._ranks.start_ranks()
             if self._memories is not None:
                 # All are new, as the scheduler's map is.
-                self._memories.take_damaged()
+                self._memories.take_kept()
             self._fill_spares(self._ranks.places)
         except WorkerError as error:
             reason = self._reason_of(error)
@@ -113,7 +113,7 @@ class RayExecutor(Executor):
         ranks = self._ranks
         return ranks.observe_ranks(now_s) if ranks is not None else RankHealth(is_busy=True)
 
-    def restart_ranks(self) -> list[int] | None:
+    def restart_ranks(self) -> bool:
         assert self._connection is not None
         with self._connection.disk_reserve.released():
             try:
@@ -128,7 +128,7 @@ class RayExecutor(Executor):
         else:
             self._connection.health.end(self._close)
 
-    def _restart_ranks(self) -> list[int] | None:
+    def _restart_ranks(self) -> bool:
         recovery = RecoveryLog()
         old, self._ranks = self._ranks, None
         if old is None and self._memories is not None:
@@ -147,7 +147,7 @@ class RayExecutor(Executor):
         new.replace_ranks(survivors, self._cache_size, recovery)
         self._ranks = new
         self._fill_spares(new.places)
-        return None if self._memories is None else self._memories.take_damaged()
+        return self._memories is not None and self._memories.take_kept()
 
     def _close(self) -> None:
         self._end_ranks()

@@ -145,9 +145,6 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_cache: bool
     enable_cpu_prefix_cache: bool
     """Keep prefixes that are evicted from the device in CPU blocks."""
-    """Keep the CPU blocks when ranks are replaced, so that the new ranks reuse their prefixes."""
-    cpu_pool_checksums: bool
-    """When a rank is replaced, drop CPU blocks with a wrong checksum."""
     disk_cache_folder: str
     """Folder for files of prefixes evicted from the CPU blocks."""
     disk_cache_bytes: int

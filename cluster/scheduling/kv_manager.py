@@ -28,7 +28,6 @@ from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Collection
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.costs import SwapCosts
@@ -109,15 +108,14 @@ class KvManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def clear(self, damaged: Collection[int] | None = None) -> None:
+    def clear(self, *, keeps_cpu_pool: bool = False) -> None:
         """Make every block free; the caller clears each sequence with `drop_blocks`.
 
-        The CPU pool keeps its complete blocks except `damaged` blocks, or none if `damaged` is
-        None; all other pools become empty.
+        The CPU pool may keep its complete blocks; all other pools become empty.
         """
         self._swaps.clear()
         self.device.clear()
-        self.cpu.begin_epoch(damaged)
+        self.cpu.begin_epoch(is_kept=keeps_cpu_pool)
         if self.disk is not None:
             self.disk.clear()
 
@@ -451,7 +449,6 @@ class KvManager:
             "num_cpu_hit_tokens": cpu.num_loaded_blocks * self.block_size,
             "num_kept_cpu_blocks": cpu.num_kept_blocks,
             "num_kept_hit_tokens": cpu.num_kept_hit_blocks * self.block_size,
-            "num_damaged_cpu_blocks": cpu.num_damaged_blocks,
         }
         if (disk := self.disk) is not None:
             counts |= {

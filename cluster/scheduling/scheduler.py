@@ -29,7 +29,7 @@ from pagedray.request import FinishReason, Request
 from pagedray.text import pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from cluster.scheduling.device_tier import PromptKeys
     from cluster.scheduling.event import TokenEvent
@@ -357,20 +357,18 @@ class Scheduler:
             for sequence in self._recovery.repair()
         ]
 
-    def reset(self, damaged: Collection[int] | None = None) -> None:
+    def reset(self, *, keeps_cpu_pool: bool = False) -> None:
         """Begin an epoch with new ranks: steps count from 0, the blocks of the device are empty.
 
-        Every sequence is recomputed from its known tokens; tokens in flight are sampled again. The
-        CPU pool is empty too if `damaged` is None. Otherwise every rank has its earlier pool, and
-        complete blocks are still found, except `damaged` blocks.
+        Every sequence is recomputed from its known tokens; tokens in flight are sampled again. With
+        `keeps_cpu_pool`, every rank has its earlier CPU pool, and complete blocks are still found.
         """
-        if self._acknowledged_step < 0:
-            # The last ranks died before they ended a step: their blocks may be the cause.
-            damaged = None
+        # If the last ranks died before they ended a step, their blocks may be the cause.
+        keeps_cpu_pool = keeps_cpu_pool and self._acknowledged_step >= 0
         self._in_flight.clear()
         self._step = 0
         self._acknowledged_step = -1
-        self._table.reset_sequences(damaged)
+        self._table.reset_sequences(keeps_cpu_pool=keeps_cpu_pool)
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of the gauges and counters."""

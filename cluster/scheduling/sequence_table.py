@@ -22,7 +22,7 @@ from cluster.scheduling.sequence import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from cluster.scheduling.fair_queue import Backlog
     from cluster.scheduling.kv_manager import KvManager
@@ -203,12 +203,9 @@ class SequenceTable:
         self.num_held -= len(active.held)
         active.held = []
 
-    def reset_sequences(self, damaged: Collection[int] | None = None) -> None:
-        """Make every sequence waiting with the tokens it has, and every row and block free.
-
-        For `damaged`, see `KvManager.clear`.
-        """
-        self._kv.clear(damaged)
+    def reset_sequences(self, *, keeps_cpu_pool: bool = False) -> None:
+        """Make every sequence waiting with the tokens it has, and every row and block free."""
+        self._kv.clear(keeps_cpu_pool=keeps_cpu_pool)
         self._free_rows = list(range(self.num_rows - 1, -1, -1))
         self.waiting.clear()
         for queue in self._queues.values():

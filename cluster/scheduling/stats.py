@@ -53,8 +53,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks with prefixes in the CPU pool that outlived a rank, each time."""
     num_kept_hit_tokens: int = 0
     """Tokens that were found in such blocks and copied back."""
-    num_damaged_cpu_blocks: int = 0
-    """Blocks of the CPU pool with wrong checksums when a rank was replaced."""
     num_disk_blocks: int = 0
     """Maximum number of blocks on the disk; the next field counts blocks on it."""
     num_cached_disk_blocks: int = 0

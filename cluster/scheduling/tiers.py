@@ -25,7 +25,7 @@ from cluster.scheduling.block_pool import BlockPool
 from pagedray.batch import BlockCopy, DiskReport
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Sequence
+    from collections.abc import Sequence
 
     from cluster.scheduling.costs import TierPolicy
     from cluster.scheduling.device_tier import BlockKey
@@ -121,15 +121,15 @@ class BlockIndex:
         self._key_of.clear()
         self._incomplete.clear()
 
-    def retain_complete(self, damaged: Container[int]) -> list[int]:
-        """Make every block free; return the blocks that stay cached, least recently used first.
+    def retain_complete(self) -> list[int]:
+        """Make every block free; return the complete blocks, which stay cached.
 
-        These are the complete blocks, except `damaged` blocks.
+        The least recently used block is first.
         """
         idle = self.pool.idle_blocks
         # Blocks that sequences or copies use are the most recently used.
         blocks = [*idle, *(block for block in self._key_of if block not in idle)]
-        kept = [one for one in blocks if one not in self._incomplete and one not in damaged]
+        kept = [one for one in blocks if one not in self._incomplete]
         key_of = {block: self._key_of[block] for block in kept}
         self.clear()
         self._key_of = key_of
@@ -155,7 +155,6 @@ class CpuTier(BlockIndex):
         "_kept",
         "_max_saved",
         "is_enabled",
-        "num_damaged_blocks",
         "num_kept_blocks",
         "num_kept_hit_blocks",
         "num_loaded_blocks",
@@ -188,8 +187,6 @@ class CpuTier(BlockIndex):
         """Blocks that outlived a rank, each time."""
         self.num_kept_hit_blocks = 0
         """The number of restored blocks that had outlived a rank."""
-        self.num_damaged_blocks = 0
-        """Blocks that were not as they were written when a rank was replaced."""
 
     def save_block(self, key: BlockKey, device_block: int) -> None:
         """Copy an evicted block in the plan that is being made, if that is worth it."""
@@ -222,17 +219,12 @@ class CpuTier(BlockIndex):
         if self._kept:
             self.num_kept_hit_blocks += sum(block in self._kept for block in blocks)
 
-    def begin_epoch(self, damaged: Collection[int] | None) -> None:
-        """Keep the blocks that were complete before ranks were replaced, except `damaged` blocks.
-
-        None if the pool of some rank is new, so that nothing is left.
-        """
-        if damaged is None:
+    def begin_epoch(self, *, is_kept: bool) -> None:
+        """Keep the blocks that were complete before ranks were replaced, if pools are kept."""
+        if not is_kept:
             self.clear()
             return
-        whole = self._key_of.keys() - self._incomplete
-        self.num_damaged_blocks += len(whole.intersection(damaged))
-        kept = self.retain_complete(frozenset(damaged))
+        kept = self.retain_complete()
         self._kept.update(kept)
         self.num_kept_blocks += len(kept)
 

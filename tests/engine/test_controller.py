@@ -190,9 +190,9 @@ def test_an_engine_is_not_healthy_while_ranks_are_replaced() -> None:
     class Asking(FakeExecutor):
         """Notes the health of its engine while ranks start."""
 
-        def restart_ranks(self) -> None:
+        def restart_ranks(self) -> bool:
             healths.append(asked.controller.is_healthy)
-            super().restart_ranks()
+            return super().restart_ranks()
 
     asked = Rig(Asking())
     asked.executor.step_failures.append(WorkerError("A rank died."))

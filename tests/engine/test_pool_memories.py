@@ -13,32 +13,25 @@ NEW = PoolReport(is_shared=True)
 KEPT = PoolReport(is_shared=True, is_kept=True)
 
 
-def damaged_after(memories: PoolMemories, *reports: list[PoolReport]) -> list[int] | None:
-    """Return what is damaged after attempts to start ranks with these reports."""
+def kept_after(memories: PoolMemories, *reports: list[PoolReport]) -> bool:
+    """Return whether the pools are kept after attempts to start ranks with these reports."""
     for one in reports:
         memories.note_reports(one)
-    return memories.take_damaged()
+    return memories.take_kept()
 
 
 def test_pools_are_kept_only_if_every_rank_has_its_own() -> None:
     with closing(PoolMemories(2)) as memories:
-        assert damaged_after(memories, [NEW, NEW]) is None
-        assert damaged_after(memories, [KEPT, NEW]) is None
-        assert damaged_after(memories, [KEPT, KEPT]) == []
-
-
-def test_a_block_is_damaged_if_it_is_on_any_rank() -> None:
-    with closing(PoolMemories(2)) as memories:
-        reports = [KEPT._replace(damaged=(5, 1)), KEPT._replace(damaged=(1, 3))]
-        assert damaged_after(memories, reports) == [1, 3, 5]
-        assert damaged_after(memories, [KEPT, KEPT]) == []
+        assert not kept_after(memories, [NEW, NEW])
+        assert not kept_after(memories, [KEPT, NEW])
+        assert kept_after(memories, [KEPT, KEPT])
 
 
 def test_what_a_failed_start_lost_stays_lost() -> None:
     with closing(PoolMemories(2)) as memories:
         # The next rank has kept what was new when the one before it died.
-        assert damaged_after(memories, [KEPT, NEW], [KEPT, KEPT]) is None
-        assert damaged_after(memories, [KEPT._replace(damaged=(4,)), KEPT], [KEPT, KEPT]) == [4]
+        assert not kept_after(memories, [KEPT, NEW], [KEPT, KEPT])
+        assert kept_after(memories, [KEPT, KEPT], [KEPT, KEPT])
 
 
 def test_renewed_memory_is_empty_and_the_former_is_freed() -> None:
@@ -60,6 +53,6 @@ def test_a_rank_with_a_private_pool_gets_other_memory_next_time() -> None:
     with closing(PoolMemories(2)) as memories:
         before = [memories.address(rank) for rank in range(2)]
         # What the memory has is not what a later rank would look for.
-        assert damaged_after(memories, [KEPT, PoolReport(is_kept=True)]) == []
+        assert kept_after(memories, [KEPT, PoolReport(is_kept=True)])
         assert memories.address(0) == before[0]
         assert memories.address(1) != before[1]

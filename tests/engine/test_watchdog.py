@@ -125,10 +125,11 @@ class StartsLong(LosesOutputs):
         super().__init__()
         self.is_starting, self.may_start = threading.Event(), threading.Event()
 
-    def restart_ranks(self) -> None:
-        super().restart_ranks()
+    def restart_ranks(self) -> bool:
+        keeps_cpu_pool = super().restart_ranks()
         self.is_starting.set()
         self.may_start.wait()
+        return keeps_cpu_pool
 
 
 class ComputesLong(FakeExecutor):

@@ -258,19 +258,14 @@ class Harness:
         self.check()
         return events
 
-    def replace_worker(self, damaged: Collection[int] | None = None) -> None:
-        """Replace the worker; everything in flight is lost.
-
-        The CPU pool is new, or as it was except for `damaged` blocks.
-        """
-        cpu_blocks = self.worker.cpu if damaged is not None else None
-        for block in damaged or ():
-            self.worker.cpu[block] = [None] * self.block_size
+    def replace_worker(self, *, keeps_cpu_pool: bool = False) -> None:
+        """Replace the worker; everything in flight is lost. The CPU pool is new, or as it was."""
+        cpu_blocks = self.worker.cpu if keeps_cpu_pool else None
         num_blocks = len(self.worker.device), len(self.worker.cpu)
         self.worker = self._make_worker(*num_blocks, cpu_blocks)
         self.acknowledged_step = -1
         self._masked_step = -1
-        self.scheduler.reset(damaged)
+        self.scheduler.reset(keeps_cpu_pool=keeps_cpu_pool)
         self.check()
 
     def restrict(self, allowed: Collection[str] | None) -> None:

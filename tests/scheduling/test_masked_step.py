@@ -157,7 +157,7 @@ def test_a_sequence_that_starts_again_needs_no_mask_once_all_tokens_are_allowed(
     one.schedule()
     assert make_masks(one).masks is not None
     # The ranks are replaced.
-    one.reset(None)
+    one.reset()
     plan = one.schedule()
     assert plan is not None
     assert [start.mask_start for start in plan.starts] == [None]

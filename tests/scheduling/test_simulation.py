@@ -56,10 +56,8 @@ def add_random(harness: Harness, rng: random.Random, *, structures: float) -> No
 
 
 def replace_worker(harness: Harness, rng: random.Random) -> None:
-    """Replace the worker; its CPU pool is new, or outlives it, sometimes with damage."""
-    blocks = range(len(harness.worker.cpu))
-    damaged = [block for block in blocks if rng.random() < 0.2]
-    harness.replace_worker(rng.choice((None, [], damaged)))
+    """Replace the worker; its CPU pool is new, or outlives it."""
+    harness.replace_worker(keeps_cpu_pool=rng.random() < 0.6)
 
 
 def act(

@@ -140,12 +140,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def expire(self, now_s: float) -> None:
         self.harness.expire(now_s)
 
-    @rule(damaged=st.none() | st.lists(st.integers(0, 9), unique=True))
-    def replace_worker(self, *, damaged: list[int] | None) -> None:
-        num_blocks = len(self.harness.worker.cpu)
-        if damaged is not None:
-            damaged = [block for block in damaged if block < num_blocks]
-        self.harness.replace_worker(damaged)
+    @rule(keeps_cpu_pool=st.booleans())
+    def replace_worker(self, *, keeps_cpu_pool: bool) -> None:
+        self.harness.replace_worker(keeps_cpu_pool=keeps_cpu_pool)
 
     def teardown(self) -> None:
         if hasattr(self, "harness"):

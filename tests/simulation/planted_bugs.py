@@ -158,14 +158,7 @@ PLANTED_BUGS = (
         "a block that was half copied when a rank died is found",
         BlockIndex,
         "retain_complete",
-        "if one not in self._incomplete and",
-        "if",
-    ),
-    _bug(
-        "a block that was damaged when a rank died is found",
-        BlockIndex,
-        "retain_complete",
-        " and one not in damaged",
+        " if one not in self._incomplete",
         "",
     ),
     _bug(
@@ -181,13 +174,6 @@ PLANTED_BUGS = (
         "note_reports",
         "self._is_lost or not report.is_kept",
         "rank > 0 and self._is_lost or not report.is_kept",
-    ),
-    _bug(
-        "a block counts as whole although it is damaged on a rank",
-        PoolMemories,
-        "take_damaged",
-        "sorted(self._damaged)",
-        "[]",
     ),
     _bug(
         "a CPU block is taken while it is written to the disk",

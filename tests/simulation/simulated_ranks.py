@@ -1,7 +1,6 @@
 """A group of ranks in virtual time, and the faults that a scenario has for them.
 
-The CPU pool of ranks that die outlives them or not, and may be damaged. Some reads and writes of
-files fail.
+The CPU pool of ranks that die outlives them or not. Some reads and writes of files fail.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ _FAILED_START_PART = 0.3
 """How often ranks die before they serve, so that others start."""
 _NEW_POOL_PART = 0.2
 """How often the pool of a replaced rank is new."""
-_DAMAGED_PART = 0.3
-"""How often one that outlived its rank has damaged blocks."""
 
 
 class SimulatedRanks(Executor):
@@ -126,7 +123,7 @@ class SimulatedRanks(Executor):
     def observe_ranks(self, now_s: float) -> RankHealth:
         return RankHealth()
 
-    def restart_ranks(self) -> list[int] | None:
+    def restart_ranks(self) -> bool:
         self.num_deaths += 1
         for rank in self._ranks:
             rank.die()
@@ -139,7 +136,7 @@ class SimulatedRanks(Executor):
         for reports in starts:
             self._memories.note_reports(reports)
         self._start(self._pool_after([one for reports in starts for one in reports]))
-        return self._memories.take_damaged()
+        return self._memories.take_kept()
 
     def close(self) -> None:
         self._memories.close()
@@ -150,20 +147,11 @@ class SimulatedRanks(Executor):
         """Return what becomes of the CPU pool of a rank that dies."""
         if self._draws.random() < _NEW_POOL_PART:
             return PoolReport(is_shared=self._draws.random() < 0.5)
-        damaged: list[int] = []
-        if self._draws.random() < _DAMAGED_PART:
-            blocks = range(self._scenario.num_cpu_blocks)
-            damaged = [block for block in blocks if self._draws.random() < 0.3]
-        return PoolReport(is_shared=True, is_kept=True, damaged=tuple(damaged))
+        return PoolReport(is_shared=True, is_kept=True)
 
     def _pool_after(self, reports: list[PoolReport]) -> list[Block] | None:
-        """Return what is left of the pool, or None: a block without one rank's part is lost."""
-        if not all(report.is_kept for report in reports):
-            return None
-        pool = self._ranks[0].cpu_blocks
-        for block in {block for report in reports for block in report.damaged}:
-            pool[block] = [None] * self._scenario.block_size
-        return pool
+        """Return the pool if every rank has kept its part, or None."""
+        return self._ranks[0].cpu_blocks if all(report.is_kept for report in reports) else None
 
     def _start(self, cpu_blocks: list[Block] | None = None) -> None:
         """Start ranks, whose CPU pool is new or outlived others."""

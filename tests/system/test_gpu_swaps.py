@@ -69,9 +69,7 @@ class Mapper:
         self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype
     ) -> MappedPool:
         num_bytes = num_blocks * math.prod(block_shape) * dtype.itemsize
-        return MappedPool(
-            self._memory.address, num_bytes=num_bytes, num_extra_bytes=0, origin=b"o" * 32
-        )
+        return MappedPool(self._memory.address, num_bytes=num_bytes, origin=b"o" * 32)
 
 
 class Rig:

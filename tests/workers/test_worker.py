@@ -213,31 +213,16 @@ def test_a_pool_whose_memory_is_gone_is_private(caplog: pytest.LogCaptureFixture
     worker.close()
 
 
-def test_blocks_that_were_not_copied_whole_are_damaged() -> None:
-    with closing(NodeMemory("cpu-pool")) as memory:
-        worker = make_kept_worker(memory, cpu_pool_checksums=True)
-        plan = StepPlan(0, [], evictions=[BlockCopy(0, 1), BlockCopy(1, 2)])
-        run_and_copy(worker, plan)
-        host_blocks(worker)[2, 0].fill_(3.0)
-        worker.close()
-        worker = make_kept_worker(memory, cpu_pool_checksums=True)
-        assert worker.pool_report == PoolReport(
-            is_shared=True, is_kept=True, damaged=(0, 2, 3, 4, 5, 6, 7)
-        )
-        worker.close()
-
-
 def test_threads_of_an_allocation_end_before_the_next(tmp_path: Path) -> None:
     def threads() -> list[str]:
-        names = ("pagedray-checksums", "pagedray-disk")
-        return sorted(one.name for one in threading.enumerate() if one.name in names)
+        return [one.name for one in threading.enumerate() if one.name == "pagedray-disk"]
 
     before = threads()
     disk = {"disk_cache_folder": str(tmp_path), "disk_cache_bytes": 2**20}
     with closing(NodeMemory("cpu-pool")) as memory:
-        worker = make_kept_worker(memory, cpu_pool_checksums=True, **disk)
+        worker = make_kept_worker(memory, **disk)
         allocated = threads()
-        assert len(allocated) == len(before) + 3
+        assert len(allocated) == len(before) + 2
         allocate_pools(worker)
         wait_for(lambda: threads() == allocated)
         worker.close()

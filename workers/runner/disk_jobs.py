@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pagedray.batch import BlockCopy, StepPlan
-    from workers.runner.checksum_jobs import BlockChecksums
 
 __all__ = ["DiskFile", "DiskJobs"]
 
@@ -54,16 +53,12 @@ class DiskJobs:
         folder: str,
         blocks: torch.Tensor,
         *,
-        checksums: BlockChecksums | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`blocks` belong to the CPU pool, which has `checksums` of some of them.
-
-        In an unusable folder, every job fails.
-        """
+        """`blocks` belong to the CPU pool. In an unusable folder, every job fails."""
         self._file: DiskFile | None = None
         try:
-            self._file = DiskFile(folder, blocks, checksums)
+            self._file = DiskFile(folder, blocks)
         except OSError as error:
             logger.warning("KV blocks are not kept in %s: %s.", folder, error.strerror)
         self._lanes = (
@@ -205,14 +200,8 @@ class _Lane:
 class DiskFile:
     """Writes blocks of a pool to a file, and reads them back. Thread-safe for different blocks."""
 
-    def __init__(
-        self, folder: str, blocks: torch.Tensor, checksums: BlockChecksums | None = None
-    ) -> None:
-        """`blocks` belong to the CPU pool, which has `checksums` of some of them.
-
-        Raises OSError if the folder takes no file.
-        """
-        self._pool_checksums = checksums
+    def __init__(self, folder: str, blocks: torch.Tensor) -> None:
+        """`blocks` belong to the CPU pool. Raises OSError if the folder takes no file."""
         self._blocks: npt.NDArray[np.uint8] = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
         self._descriptor, path = mkstemp(dir=folder)
         weakref.finalize(self, os.close, self._descriptor)
@@ -245,8 +234,6 @@ class DiskFile:
             if self._is_closed:
                 raise OSError("the file is closed")
             self._blocks[cpu_block] = np.frombuffer(content, dtype=np.uint8)
-            if self._pool_checksums is not None:
-                self._pool_checksums.note_block(cpu_block)
 
     def close(self) -> None:
         """Change no CPU block anymore; the file is gone once no call uses it."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pagedray.rank_progress import PoolReport
-from workers.runner.checksum_jobs import BlockChecksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,12 +67,8 @@ class HostPool:
         self.blocks_per_chunk = num_units * blocks_per_page_end
         """No copy may span two chunks of this many blocks."""
         is_pinned = pinner is not None and num_blocks > 0
-        self.checksums: BlockChecksums | None = None
-        """None if blocks are not checked when the pool outlives a rank."""
         memory = None if mapped is None else mapped.memory
         self.blocks = _blocks(num_blocks, self._shape, dtype, memory, is_pinned=is_pinned)
-        if mapped is not None and len(mapped.extra):
-            self.checksums = BlockChecksums(self.blocks, mapped.extra)
         self._chunks: PinnedChunks | None = None
         if pinner is not None and num_blocks:
             chunks = self._chunks = PinnedChunks(
@@ -114,13 +109,8 @@ class HostPool:
     def take_report(self) -> PoolReport:
         """Return whether it has the content that the last epoch left; call it once an epoch."""
         is_first, self._has_reported = not self._has_reported, True
-        is_shared = self.mapped is not None
-        if not is_first:
-            return PoolReport(is_shared=is_shared, is_kept=True)
-        if self.mapped is None or not self.mapped.is_former:
-            return PoolReport(is_shared=is_shared)
-        damaged = () if self.checksums is None else self.checksums.damaged_blocks()
-        return PoolReport(is_shared=True, is_kept=True, damaged=damaged)
+        is_kept = not is_first or (self.mapped is not None and self.mapped.is_former)
+        return PoolReport(is_shared=self.mapped is not None, is_kept=is_kept)
 
     @property
     def num_pinned_blocks(self) -> int:

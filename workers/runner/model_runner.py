@@ -28,7 +28,6 @@ from workers.runner.step_graphs import dropped_capture
 
 if TYPE_CHECKING:
     from pagedray.batch import SequenceStart, StepMasks, StepPlan
-    from workers.runner.checksum_jobs import ChecksumJobs, Fence
     from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kv_cache import KVCache
@@ -50,7 +49,6 @@ class ModelRunner:
         batch: InputBatch,
         sampler: Sampler,
         progress: ProgressWord,
-        checksum_jobs: ChecksumJobs | None = None,
     ) -> None:
         self.forward_pass = forward_pass
         self._cache = cache
@@ -58,7 +56,6 @@ class ModelRunner:
         self._batch = batch
         self._sampler = sampler
         self._progress = progress
-        self._checksum_jobs = checksum_jobs
         self._prompts = Prompts()
 
     @torch.inference_mode()
@@ -92,9 +89,7 @@ class ModelRunner:
             self._sampler.start(start)
         self._batch.apply_plan(plan)
         device = self._cache.device_pool.device
-        fence: Fence = self._swaps.launch(plan)
-        if self._checksum_jobs is not None:
-            fence = self._checksum_jobs.follow(fence, plan)
+        fence = self._swaps.launch(plan)
         started = record_event(device)
         self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False

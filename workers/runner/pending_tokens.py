@@ -15,8 +15,7 @@ from workers.device_event import DeviceEvent, record_event
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from workers.runner.block_swaps import BlockSwaps
-    from workers.runner.checksum_jobs import Fence
+    from workers.runner.block_swaps import BlockSwaps, SwapFence
     from workers.sampler import Sampled
     from workers.sampling.logprobs import PromptReport
 
@@ -40,7 +39,7 @@ class PendingTokens:
         needs_masks: bool,
         started: DeviceEvent,
         swaps: BlockSwaps,
-        fence: Fence,
+        fence: SwapFence,
         device: torch.device,
         prompt_reports: Sequence[PromptReport] = (),
     ) -> None:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pagedray.node_memory import open_memory
-from workers.runner.checksum_jobs import BYTES_PER_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +37,6 @@ class PoolMapper:
 
     def __init__(self, config: EngineConfig, address: MemoryAddress, *, rank: int) -> None:
         """Make it before the weights are loaded, which the pool's content depends on."""
-        self._has_checksums = config.cache.cpu_pool_checksums
         self._address = address
         self._rank = rank
         self._origin = PoolOrigin(config, rank=rank)
@@ -52,7 +50,6 @@ class PoolMapper:
             return MappedPool(
                 self._address,
                 num_bytes=num_blocks * math.prod(block_shape) * dtype.itemsize,
-                num_extra_bytes=num_blocks * BYTES_PER_BLOCK if self._has_checksums else 0,
                 origin=self._origin.digest(layout),
             )
         except OSError as error:
@@ -97,19 +94,17 @@ class MappedPool:
         address: MemoryAddress,
         *,
         num_bytes: int,
-        num_extra_bytes: int,
         origin: bytes,
         timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> None:
         """Map `num_bytes` of blocks that depend on `origin`, 32 bytes.
 
-        `num_extra_bytes` are kept with the blocks. Raises OSError if the memory is not available,
-        or another process does not release it.
+        Raises OSError if the memory is not available, or another process does not release it.
         """
         assert len(origin) == 32
         self._origin = origin
         self._start = start = _round_up(num_bytes)
-        size = start + _round_up(len(origin) + num_extra_bytes)
+        size = start + _round_up(len(origin))
         descriptor = open_memory(address)
         try:
             _lock(descriptor, timeout_s)
@@ -123,8 +118,6 @@ class MappedPool:
             """Its copy of the descriptor has the lock, which ends with it."""
         finally:
             os.close(descriptor)
-        first = start + len(origin)
-        self.extra = memoryview(self.memory)[first : first + num_extra_bytes]
 
     def confirm(self) -> None:
         """Let the next process find the content, instead of mistaking it for an older pool."""

@@ -126,11 +126,6 @@ def _kept_families(scheduler: SchedulerStats) -> Iterator[Metric]:
         "Tokens copied back from blocks that were kept when ranks were replaced",
         scheduler.num_kept_hit_tokens,
     )
-    yield _counter(
-        "prefix_damaged_blocks",
-        "Cached blocks of the CPU pool whose checksums were wrong when ranks were replaced",
-        scheduler.num_damaged_cpu_blocks,
-    )
 
 
 def _disk_families(stats: EngineStats) -> Iterator[Metric]:

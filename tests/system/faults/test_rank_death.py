@@ -79,38 +79,6 @@ def test_prefixes_outlive_a_rank_and_give_the_same_tokens(
         assert llm.stats().replacements["death"] == 2
 
 
-def damage_pools() -> None:
-    """Overwrite the first half of the CPU pools of the ranks, whose memory this process has."""
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            is_pool = str(link.readlink()).startswith("/memfd:pagedray-cpu-pool-")
-        except FileNotFoundError:
-            # Of the listing itself.
-            continue
-        if is_pool:
-            descriptor = int(link.name)
-            os.pwrite(descriptor, b"\x3f" * (os.fstat(descriptor).st_size // 2), 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_damaged_blocks_are_found_by_their_checksums(
-    truth: Truth, num_ranks: int, ray_cluster: None
-) -> None:
-    with open_small_pool(truth, num_ranks=num_ranks, cpu_pool_checksums=True) as llm:
-        assert generated(llm, truth.prompts) == truth.continuations
-        kill_last_rank(llm)
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = settled_stats(llm)
-        assert stats.num_kept_hit_tokens > 0
-        assert stats.num_damaged_cpu_blocks == 0
-        if num_ranks == 1:
-            damage_pools()
-            kill_last_rank(llm)
-            assert generated(llm, truth.prompts) == truth.continuations
-            assert llm.stats().scheduler.num_damaged_cpu_blocks > 10
-
-
 @pytest.mark.slow
 def test_prefixes_of_other_weights_are_dropped(truth: Truth, ray_cluster: None) -> None:
     with open_small_pool(truth, num_ranks=1) as llm:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
-from workers.runner.checksum_jobs import BYTES_PER_BLOCK, BlockChecksums
 from workers.runner.disk_jobs import DiskFile, DiskJobs
 
 BLOCK_BYTES = 2 * 3 * 64 * 2
@@ -145,10 +144,8 @@ def test_a_block_whose_write_failed_is_not_read_as_it_was_before(tmp_path: Path)
 class _HungFile(DiskFile):
     """A file whose reads answer only when they are released."""
 
-    def __init__(
-        self, folder: str, blocks: torch.Tensor, checksums: BlockChecksums | None = None
-    ) -> None:
-        super().__init__(folder, blocks, checksums)
+    def __init__(self, folder: str, blocks: torch.Tensor) -> None:
+        super().__init__(folder, blocks)
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.has_ended = threading.Event()
 
@@ -159,16 +156,6 @@ class _HungFile(DiskFile):
             super().read_block(disk_block, cpu_block)
         finally:
             self.has_ended.set()
-
-
-def test_a_block_that_is_read_gets_a_checksum_in_its_pool(tmp_path: Path) -> None:
-    blocks = make_blocks()
-    checksums = BlockChecksums(blocks, memoryview(bytearray(len(blocks) * BYTES_PER_BLOCK)))
-    jobs = DiskJobs(str(tmp_path), blocks, checksums=checksums)
-    write(jobs, (0, 0))
-    assert read(jobs, (0, 3), (1, 4)).failed == [1]
-    assert checksums.damaged_blocks() == (0, 1, 2, 4, 5)
-    jobs.close()
 
 
 def test_a_disk_that_hangs_is_given_up_and_changes_no_block_later(

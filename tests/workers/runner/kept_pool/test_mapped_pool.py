@@ -29,21 +29,18 @@ def address() -> Iterator[MemoryAddress]:
 def mapped(
     address: MemoryAddress, *, num_bytes: int = 5000, origin: bytes = ORIGIN, timeout_s: float = 5.0
 ) -> MappedPool:
-    return MappedPool(
-        address, num_bytes=num_bytes, num_extra_bytes=56, origin=origin, timeout_s=timeout_s
-    )
+    return MappedPool(address, num_bytes=num_bytes, origin=origin, timeout_s=timeout_s)
 
 
 def test_the_next_user_finds_what_the_last_one_wrote(address: MemoryAddress) -> None:
     pool = mapped(address)
     assert not pool.is_former
     pool.memory[:5] = b"block"
-    pool.extra[:5] = b"extra"
     pool.confirm()
     del pool
     again = mapped(address)
     assert again.is_former
-    assert (again.memory[:5], bytes(again.extra[:5])) == (b"block", b"extra")
+    assert again.memory[:5] == b"block"
 
 
 @pytest.mark.parametrize("change", [{"num_bytes": 9000}, {"origin": OTHER}])
@@ -52,13 +49,11 @@ def test_a_pool_of_something_else_starts_with_zeros(
 ) -> None:
     pool = mapped(address)
     pool.memory[:5] = b"block"
-    pool.extra[:5] = b"extra"
     pool.confirm()
     del pool
     other = mapped(address, **change)  # type: ignore[arg-type]  # each has its own type
     assert not other.is_former
     assert not any(other.memory[:5000])
-    assert not any(other.extra)
     other.confirm()
     del other
     assert not mapped(address).is_former
@@ -83,17 +78,15 @@ def test_nobody_else_maps_it_meanwhile(address: MemoryAddress) -> None:
     assert len(pool.memory) > 0
 
 
-def test_blocks_and_extra_bytes_do_not_overlap(address: MemoryAddress) -> None:
+def test_blocks_are_as_the_last_pool_left_them(address: MemoryAddress) -> None:
     import torch
 
     num_bytes = 7 * 1024 * 2
     pool = mapped(address, num_bytes=num_bytes)
     blocks = HostPool(7, (1024,), torch.bfloat16, pinner=None, mapped=pool).blocks
-    pool.extra[:] = b"\xff" * len(pool.extra)
     assert not blocks.any()
     blocks.fill_(1.0)
     pool.confirm()
-    assert bytes(pool.extra) == b"\xff" * len(pool.extra)
     del pool, blocks
     again = mapped(address, num_bytes=num_bytes)
     assert again.is_former
