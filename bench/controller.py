@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from pagedray.batch import StepMasks
+    from pagedray.batch import DiskReport, StepMasks
     from pagedray.errors import EngineError
 
 CONTEXT = 500
@@ -58,9 +58,8 @@ class SimulatedRanks(Executor):
     def kernels(self) -> KernelReport:
         return KernelReport("none", {})
 
-    @property
-    def acknowledged_step(self) -> int:
-        return self._step
+    def poll_ranks(self) -> tuple[int, Sequence[DiskReport]]:
+        return self._step, ()
 
     def send_masks(self, masks: StepMasks) -> None:
         raise AssertionError("No sequence has a structure.")

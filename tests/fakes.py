@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.engine.executor import Executor, RankHealth
 from cluster.scheduling.event import TokenEvent
-from pagedray.batch import StepMasks, StepOutput, StepPlan
+from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
 from pagedray.config import CacheSize, KernelReport
 from pagedray.errors import EngineError
 from pagedray.model_config import ModelConfig
@@ -65,9 +65,8 @@ class FakeExecutor(Executor):
     def kernels(self) -> KernelReport:
         return KernelReport("fake", {"decode": {"fake": 1}})
 
-    @property
-    def acknowledged_step(self) -> int:
-        return self._acknowledged_step
+    def poll_ranks(self) -> tuple[int, Sequence[DiskReport]]:
+        return self._acknowledged_step, ()
 
     def submit_plan(self, plan: StepPlan) -> None:
         if self.submit_failures:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionSpec
     from pagedray.batch import StepPlan
     from pagedray.config import CacheSize, EngineConfig, StepLimits
+    from pagedray.node_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
@@ -76,8 +77,13 @@ class DecoderWorker(Worker):
     """One rank of a model that generates, with its KV cache."""
 
     def __init__(
-        self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+        self,
+        config: EngineConfig,
+        group: ParallelGroup,
+        device: torch.device | None = None,
+        pool_address: MemoryAddress | None = None,
     ) -> None:
+        """`pool_address` is of memory for the CPU pool that outlives this process."""
         config = with_stored_experts(with_stored_head(config))
         config = with_cache_format(config)
         super().__init__(config, group, device)
@@ -95,11 +101,14 @@ class DecoderWorker(Worker):
         # Ranks of other GPUs may choose another limit, but they must all prepare for the same.
         self._model.prepare_steps(config.scheduler.limits(LARGE_LIMITS).max_num_batched_tokens)
         self._runner: ModelRunner | None = None
-        self._host_pool: HostPool | None = None
-        """Kept from epoch to epoch, since pinning takes long."""
+        self.host_pool: HostPool | None = None
+        """The CPU pool, kept from epoch to epoch, since pinning takes long."""
+        self._pool_address = pool_address
         self._pool_mapper: PoolMapper | None = None
-        self._pool_report = PoolReport()
-        self._disk_jobs: DiskJobs | None = None
+        self.pool_report = PoolReport()
+        """The report of `allocate_cache` on the CPU pool."""
+        self.disk_jobs: DiskJobs | None = None
+        """Reads and writes of the rank's file since `allocate_cache`, or None without a file."""
         self._is_warm = False
         self._idle_lock = threading.Lock()
         """Held while idle time is used, and during measurements, while nothing else may run."""
@@ -120,25 +129,17 @@ class DecoderWorker(Worker):
             num_neighbors=self._group.num_neighbors,
         )
 
-    @property
-    def host_pool(self) -> HostPool | None:
-        return self._host_pool
-
-    @property
-    def pool_report(self) -> PoolReport:
-        return self._pool_report
-
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
         # Left from an attempt that failed because memory was too small.
         self._close_jobs()
         self._group.progress.begin_captures()
         cache = self._make_cache(num_blocks, num_cpu_blocks)
         self._runner = self._make_runner(cache, self._graph_sizes)
-        if self._host_pool is not None:
-            self._pool_report = self._host_pool.take_report()
+        if self.host_pool is not None:
+            self.pool_report = self.host_pool.take_report()
         folder = self._config.cache.disk_cache_folder
-        if folder is not None and self._host_pool is not None:
-            self._disk_jobs = DiskJobs(folder, self._host_pool.blocks)
+        if folder is not None and self.host_pool is not None:
+            self.disk_jobs = DiskJobs(folder, self.host_pool.blocks)
         report = KernelReport(
             self._backend.get_name(),
             self._runner.forward_pass.attention_providers,
@@ -170,7 +171,7 @@ class DecoderWorker(Worker):
             # Several ranks would have to capture a graph between the same two steps.
             if self._group.size == 1 and self._runner.forward_pass.capture_next():
                 return True
-            return self._host_pool is not None and self._host_pool.pin_next()
+            return self.host_pool is not None and self.host_pool.pin_next()
         finally:
             self._idle_lock.release()
 
@@ -189,17 +190,17 @@ class DecoderWorker(Worker):
         assert self._runner is not None
         if plan.swap_outs or plan.evictions:
             # There may have been too little idle time.
-            assert self._host_pool is not None
-            self._host_pool.start_pinning()
-        if self._disk_jobs is not None:
-            self._disk_jobs.launch(plan)
+            assert self.host_pool is not None
+            self.host_pool.start_pinning()
+        if self.disk_jobs is not None:
+            self.disk_jobs.launch(plan)
         return self._runner.launch(plan)
 
-    @property
-    def disk_jobs(self) -> DiskJobs | None:
-        return self._disk_jobs
-
     def measure_roofline(self) -> RankRoofline:
+        """Measure the device, and return the work of steps on it.
+
+        No step may run meanwhile. Raises DeviceError if too little memory is free.
+        """
         assert self._model is not None
         with self._idle_lock:
             return measure_roofline(self._model, self._spec)
@@ -211,7 +212,7 @@ class DecoderWorker(Worker):
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
         # A caller may keep a closed engine and open another engine, which needs the memory.
-        self._runner = self._model = self._host_pool = None
+        self._runner = self._model = self.host_pool = None
         if self._device.type == "cuda":
             release_gpu_memory()
         self._group.close()
@@ -222,13 +223,13 @@ class DecoderWorker(Worker):
             host_pool = make_host_pool(
                 self._spec,
                 num_cpu_blocks,
-                self._host_pool,
+                self.host_pool,
                 mapper=self._pool_mapper,
                 note_unpinned=self._group.progress.note_unpinned,
             )
             staging = 0
             if num_cpu_blocks:
-                self._host_pool = host_pool
+                self.host_pool = host_pool
                 staging = num_staging(self._config, self._spec, num_blocks)
             return KVCache(
                 self._backend,
@@ -331,9 +332,9 @@ class DecoderWorker(Worker):
 
     def _close_jobs(self) -> None:
         """End all background reads and writes of the CPU pool, before its blocks are reused."""
-        if self._disk_jobs is not None:
-            self._disk_jobs.close()
-        self._disk_jobs = None
+        if self.disk_jobs is not None:
+            self.disk_jobs.close()
+        self.disk_jobs = None
 
     def _free_bytes(self) -> int:
         """Return the bytes that the device pool may take."""

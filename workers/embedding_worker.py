@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pagedray.batch import Pooling, StepMasks, StepPlan, TextBatch
     from pagedray.config import EngineConfig, StepLimits
     from pagedray.model_config import DenseModule
+    from pagedray.node_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["EmbeddingWorker", "PendingVectors", "make_worker", "pooled", "text_positions"]
@@ -249,11 +250,15 @@ class Dense(Layer):
 
 
 def make_worker(
-    config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+    config: EngineConfig,
+    group: ParallelGroup,
+    device: torch.device | None = None,
+    pool_address: MemoryAddress | None = None,
 ) -> Worker:
     """Return the worker of one rank. Raises StartupError."""
-    kind = EmbeddingWorker if config.model.pools else DecoderWorker
-    return kind(config, group, device)
+    if config.model.pools:
+        return EmbeddingWorker(config, group, device)
+    return DecoderWorker(config, group, device, pool_address)
 
 
 def text_positions(

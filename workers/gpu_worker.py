@@ -151,7 +151,7 @@ class GpuWorker:
         return self._log.take_lines()
 
     def measure_roofline(self) -> str | RankRoofline | None:
-        """Return the result of `Worker.measure_roofline`, or an error message.
+        """Return the roofline of a decoder, an error message, or None.
 
         Runs while `serve_controller` waits for plans.
         """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.batch import RankLogLine, Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError
-from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase
+from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase, PoolReport
 from workers.hub.locate import DownloadLine
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from pagedray.channel import WorkerChannel
     from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.node_memory import MemoryAddress
-    from pagedray.rank_progress import PoolReport, ProgressWord
+    from pagedray.rank_progress import ProgressWord
     from pagedray.rank_roofline import RankRoofline
+    from workers.decoder_worker import DecoderWorker
     from workers.parallel.group import ParallelGroup
     from workers.parallel.peer_memory import RowShape
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
+    from workers.runner.disk_jobs import DiskJobs
     from workers.worker import PendingStep, Worker
 
 __all__ = ["RankLifecycle", "RankLog", "capture_log", "serve_steps"]
@@ -76,9 +78,16 @@ class RankLifecycle:
         return self._worker
 
     @property
+    def decoder(self) -> DecoderWorker | None:
+        """The worker of a model that generates, or None."""
+        from workers.decoder_worker import DecoderWorker
+
+        return self.worker if isinstance(self.worker, DecoderWorker) else None
+
+    @property
     def pool_report(self) -> PoolReport:
         """The state of the CPU pool after the cache was allocated."""
-        return self.worker.pool_report
+        return PoolReport() if self.decoder is None else self.decoder.pool_report
 
     def import_libraries(self) -> None:
         """Import the libraries that the rank may need, before its model is known."""
@@ -142,11 +151,11 @@ class RankLifecycle:
         return self.durations
 
     def measure_roofline(self) -> RankRoofline | None:
-        """Return the result of `Worker.measure_roofline`.
+        """Return the roofline of a decoder, or None.
 
         Any thread may call it while no step runs.
         """
-        return self.worker.measure_roofline()
+        return None if self.decoder is None else self.decoder.measure_roofline()
 
     def serve_steps(self, channel: WorkerChannel, log: RankLog) -> None:
         """Run the plans of a channel, and close it, until it or the group ends.
@@ -155,12 +164,20 @@ class RankLifecycle:
         """
         from workers.parallel.group import GroupBrokenError
 
-        pool = self.worker.host_pool
+        decoder = self.decoder
+        pool = None if decoder is None else decoder.host_pool
         if pool is not None and pool.mapped is not None:
             # The controller has this rank's report.
             pool.mapped.confirm()
         try:
-            serve_steps(self.worker, channel, self._progress, log, sends_outputs=self.rank == 0)
+            serve_steps(
+                self.worker,
+                channel,
+                self._progress,
+                log,
+                sends_outputs=self.rank == 0,
+                disk=None if decoder is None else decoder.disk_jobs,
+            )
             self.worker.close()
         except ChannelClosedError:
             logger.warning("Rank %s lost the connection to its controller.", self.rank)
@@ -215,9 +232,7 @@ class RankLifecycle:
             self._group = make_group(
                 self.rank, size, device=device, progress=self._progress, rows=self._summed_rows()
             )
-            self._worker = make_worker(self._config, self._group, device)
-            if memory is not None:
-                self._worker.use_pool_memory(memory)
+            self._worker = make_worker(self._config, self._group, device, memory)
         try:
             with self._timed("weights"):
                 self.weight_digests = self._worker.load_weights(self._report_loading)
@@ -255,8 +270,9 @@ def serve_steps(
     log: RankLog,
     *,
     sends_outputs: bool,
+    disk: DiskJobs | None = None,
 ) -> None:
-    """Run plans in order until a Shutdown arrives.
+    """Run plans in order until a Shutdown arrives; send the reports of `disk`.
 
     A step's output is sent as soon as it is ready, by the rank of a group that `sends_outputs`, and
     its acknowledgement once its block copies have ended too; a plan that arrives before is launched
@@ -264,7 +280,7 @@ def serve_steps(
     outputs of all earlier steps are sent, since masks depend on these. Between plans, the worker
     uses its idle time. Lines of the log are sent between steps.
     """
-    _StepServer(worker, channel, progress, log, sends_outputs=sends_outputs).serve()
+    _StepServer(worker, channel, progress, log, sends_outputs=sends_outputs, disk=disk).serve()
 
 
 class _StepServer:
@@ -278,13 +294,14 @@ class _StepServer:
         log: RankLog,
         *,
         sends_outputs: bool,
+        disk: DiskJobs | None,
     ) -> None:
         self._worker = worker
         self._channel = channel
         self._progress = progress
         self._log = log
         self._sends_outputs = sends_outputs
-        self._disk = worker.disk_jobs
+        self._disk = disk
         self._pending: deque[PendingStep] = deque()
         self._copying: deque[tuple[int, PendingStep]] = deque()
         self._uses_idle_time = False

@@ -15,7 +15,6 @@ from attention.selector import select_backend
 from pagedray.config import LARGE_LIMITS, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
-from pagedray.rank_progress import PoolReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,11 +22,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig, KernelReport
-    from pagedray.node_memory import MemoryAddress
-    from pagedray.rank_roofline import RankRoofline
     from workers.parallel.group import ParallelGroup
-    from workers.runner.disk_jobs import DiskJobs
-    from workers.runner.host_pool import HostPool
 
 __all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
 
@@ -74,7 +69,6 @@ class Worker(ABC):
         self._config = config
         self._group = group
         self._device = device or rank_device(config)
-        self._pool_address: MemoryAddress | None = None
         if self._device.type == "cpu":
             torch.set_num_threads(_num_threads(config))
 
@@ -102,23 +96,6 @@ class Worker(ABC):
 
         The limits hold for all ranks.
         """
-
-    def use_pool_memory(self, address: MemoryAddress) -> None:
-        """Have `allocate_cache` allocate the CPU pool in memory that outlives this process.
-
-        Call it before `load_weights`.
-        """
-        self._pool_address = address
-
-    @property
-    def pool_report(self) -> PoolReport:
-        """The report of `allocate_cache` on the CPU pool."""
-        return PoolReport()
-
-    @property
-    def host_pool(self) -> HostPool | None:
-        """The CPU pool, or None if there is none."""
-        return None
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> KernelReport:
@@ -154,18 +131,6 @@ class Worker(ABC):
     @abstractmethod
     def launch(self, plan: StepPlan) -> PendingStep:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
-
-    @property
-    def disk_jobs(self) -> DiskJobs | None:
-        """Reads and writes of the rank's file since `allocate_cache`, or None without a file."""
-        return None
-
-    def measure_roofline(self) -> RankRoofline | None:
-        """Measure the device, and return the work of steps on it; None if nothing is generated.
-
-        No step may run meanwhile. Raises DeviceError if too little memory is free.
-        """
-        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -139,6 +139,6 @@ def measured_engine(
 def wait_until_pinned(worker: DecoderWorker) -> float:
     """Wait until a rank's CPU pool is pinned; return how many seconds that took."""
     started_s = time.perf_counter()
-    if worker._host_pool is not None:
-        worker._host_pool.wait_until_pinned()
+    if worker.host_pool is not None:
+        worker.host_pool.wait_until_pinned()
     return time.perf_counter() - started_s

@@ -115,9 +115,11 @@ class _Bench:
             num_blocks=self._first_spare + 2 * num_blocks,
             num_cpu_blocks=2 * num_blocks,
         )
-        worker = self._worker = DecoderWorker(engine_config(folder, options), SoloGroup())
-        if memory is not None:
-            worker.use_pool_memory(memory.address)
+        worker = self._worker = DecoderWorker(
+            engine_config(folder, options),
+            SoloGroup(),
+            pool_address=None if memory is None else memory.address,
+        )
         worker.load_weights(lambda done, total: None)
         worker.allocate_cache(self._first_spare + 2 * num_blocks, 2 * num_blocks)
         worker.warm_up()

@@ -101,7 +101,6 @@ class EngineLoop:
         if isinstance(self._scheduler, EmbeddingScheduler):
             sink, step_bounds_s = self._scheduler, _EMBEDDING_BOUNDS_S
         self._outlet = _Outlet(sink)
-        self._has_disk = self._scheduler.has_disk
         self._crashes = CrashHandler(self._scheduler, self._clock)
         self._output_watch = OutputWatch()
         self._mask_patience = MaskPatience()
@@ -330,8 +329,7 @@ class EngineLoop:
 
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
         # Ranks are read outside the lock, which must not be held for long.
-        acknowledged_step = self._executor.acknowledged_step
-        reports = self._executor.take_disk_reports() if self._has_disk else ()
+        acknowledged_step, reports = self._executor.poll_ranks()
         with self._lock:
             now_s = self._clock.now_s()
             ended = self._scheduler.expire_requests(now_s)

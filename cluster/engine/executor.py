@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,14 +61,13 @@ class Executor(ABC):
     def kernels(self) -> KernelReport:
         """Which kernels compute the model, on every rank."""
 
-    @property
     @abstractmethod
-    def acknowledged_step(self) -> int:
-        """The last step that every rank has finished, block copies included."""
+    def poll_ranks(self) -> tuple[int, Sequence[DiskReport]]:
+        """Return the last step that every rank has finished, block copies included.
 
-    def take_disk_reports(self) -> list[DiskReport]:
-        """Return the reports of every rank on its file since the last call."""
-        return []
+        Also returns the joined reports of the ranks on their files since the last call. Raises
+        WorkerError.
+        """
 
     @property
     def outage(self) -> Outage | None:

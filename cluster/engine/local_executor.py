@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize, EngineConfig, KernelReport
     from pagedray.rank_roofline import RankRoofline
+    from workers.decoder_worker import DecoderWorker
     from workers.worker import PendingStep, Worker
 
-    Started = tuple[Worker, CacheSize, KernelReport]
+    Started = tuple[Worker, CacheSize, KernelReport, DecoderWorker | None]
 
 __all__ = ["LocalExecutor"]
 
@@ -70,7 +71,7 @@ class LocalExecutor(Executor):
             self._is_given_up = True
             self._thread.close(_CLOSE_TIMEOUT_S)
             raise
-        self._worker, self._cache_size, self._kernels = started
+        self._worker, self._cache_size, self._kernels, self._decoder = started
         self._monitor.begin_steps()
         self._thread.use_idle_time(self._use_idle_time)
 
@@ -82,19 +83,15 @@ class LocalExecutor(Executor):
     def kernels(self) -> KernelReport:
         return self._kernels
 
-    @property
-    def acknowledged_step(self) -> int:
+    def poll_ranks(self) -> tuple[int, list[DiskReport]]:
         while self._copying and self._are_first_copied():
             self._acknowledged_step = self._copying.popleft()[0]
             self._note_copies()
-        return self._acknowledged_step
-
-    def take_disk_reports(self) -> list[DiskReport]:
         reports: list[DiskReport] = []
-        if (disk := self._worker.disk_jobs) is not None:
+        if self._decoder is not None and (disk := self._decoder.disk_jobs) is not None:
             while (report := disk.take_report()) is not None:
                 reports.append(report)
-        return reports
+        return self._acknowledged_step, reports
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._monitor.note_message(plan)
@@ -117,8 +114,9 @@ class LocalExecutor(Executor):
         return output
 
     def measure_rooflines(self) -> list[RankRoofline]:
-        roofline = self._thread.submit(self._worker.measure_roofline).result()
-        return [] if roofline is None else [roofline]
+        if self._decoder is None:
+            return []
+        return [self._thread.submit(self._decoder.measure_roofline).result()]
 
     def observe_ranks(self, now_s: float) -> RankHealth:
         return replace(self._monitor.observe(now_s), is_replaceable=False)
@@ -139,7 +137,7 @@ class LocalExecutor(Executor):
         beginning = self._thread.submit(self._begin_epoch)
         _survived(lambda: self._result(beginning))
         self._monitor.begin_steps()
-        return self._worker.pool_report.is_kept
+        return self._decoder is not None and self._decoder.pool_report.is_kept
 
     def close(self) -> None:
         # Release a step that is waiting for masks.
@@ -151,6 +149,7 @@ class LocalExecutor(Executor):
 
     def _started(self) -> Started:
         # torch is imported only in the process of a rank.
+        from workers.decoder_worker import DecoderWorker
         from workers.embedding_worker import make_worker
         from workers.hub.locate import with_local_weights
         from workers.parallel.group import SoloGroup
@@ -171,7 +170,8 @@ class LocalExecutor(Executor):
         kernels = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         worker.warm_up()
         worker.capture_graphs()
-        return worker, cache_size, kernels
+        decoder = worker if isinstance(worker, DecoderWorker) else None
+        return worker, cache_size, kernels, decoder
 
     def _are_first_copied(self) -> bool:
         _, first = self._copying[0]

@@ -85,16 +85,12 @@ class RayExecutor(Executor):
     def kernels(self) -> KernelReport:
         return self._kernels
 
-    @property
-    def acknowledged_step(self) -> int:
-        return self._live_ranks().acknowledged_step
+    def poll_ranks(self) -> tuple[int, list[DiskReport]]:
+        return self._live_ranks().poll_ranks()
 
     @property
     def outage(self) -> Outage | None:
         return None if self._connection is None else self._connection.health.outage
-
-    def take_disk_reports(self) -> list[DiskReport]:
-        return self._live_ranks().take_disk_reports()
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._live_ranks().send_to_ranks(plan)

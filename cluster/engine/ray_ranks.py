@@ -165,15 +165,13 @@ class RayRanks:
         recovery.note_ranks(kept=sorted(survivors), replaced=replaced, parts=parts)
         self._recovery = recovery
 
-    @property
-    def acknowledged_step(self) -> int:
-        """The last step that every rank has finished. Raises WorkerError if a rank has died."""
-        self._exchange(0.0)
-        return min(self._channels.acknowledged)
+    def poll_ranks(self) -> tuple[int, list[DiskReport]]:
+        """Return the last step that every rank has finished, and new reports on their files.
 
-    def take_disk_reports(self) -> list[DiskReport]:
-        """Return the reports of every rank on its file since the last call."""
-        return self._channels.disk_reports.take_joined()
+        Raises WorkerError if a rank has died.
+        """
+        self._exchange(0.0)
+        return min(self._channels.acknowledged), self._channels.disk_reports.take_joined()
 
     def send_to_ranks(self, message: StepPlan | StepMasks) -> None:
         """Send a plan, or the masks of the last plan, to every rank; never waits for a rank.

@@ -57,13 +57,13 @@ def test_steps_are_acknowledged_in_order_once_their_copies_have_ended() -> None:
     for step in range(3):
         executor.submit_plan(StepPlan(step, []))
         assert not executor.collect_output().is_acknowledged
-    assert executor.acknowledged_step == -1
+    assert executor.poll_ranks()[0] == -1
     worker.steps[0].is_copied = True
-    assert executor.acknowledged_step == 0
+    assert executor.poll_ranks()[0] == 0
     worker.steps[2].is_copied = True
-    assert executor.acknowledged_step == 0
+    assert executor.poll_ranks()[0] == 0
     worker.steps[1].is_copied = True
-    assert executor.acknowledged_step == 2
+    assert executor.poll_ranks()[0] == 2
     executor.close()
 
 
@@ -88,7 +88,7 @@ def test_a_rank_whose_copies_do_not_end_hangs_although_its_step_has_ended() -> N
     expected = "s (rank 0: waiting for its device, the block copies of step 0 under way)."
     assert health_after(2.0).hang.endswith(expected)
     worker.end_copies()
-    assert executor.acknowledged_step == 0
+    assert executor.poll_ranks()[0] == 0
     health = health_after(60.0)
     assert (health.hang, health.is_busy) == ("", False)
     executor.close()
@@ -115,7 +115,7 @@ def test_failed_rank_gets_a_new_cache_and_keeps_its_model() -> None:
     assert executor.restart_ranks()
     assert worker._model is model
     assert old_runner() is None
-    assert executor.acknowledged_step == -1
+    assert executor.poll_ranks()[0] == -1
     executor.submit_plan(good)
     assert executor.collect_output().token_ids == expected
     executor.close()

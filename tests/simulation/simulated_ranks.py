@@ -78,15 +78,13 @@ class SimulatedRanks(Executor):
         """Whether a request has killed a rank since they started."""
         return any(rank.is_killed for rank in self._ranks)
 
-    @property
-    def acknowledged_step(self) -> int:
+    def poll_ranks(self) -> tuple[int, list[DiskReport]]:
         self._receive()
         step = min(rank.controller_end.acknowledged_step for rank in self._ranks)
         self._ranks[0].finish_swaps(step)
-        return step
+        return step, self._take_disk_reports()
 
-    def take_disk_reports(self) -> list[DiskReport]:
-        self._receive()
+    def _take_disk_reports(self) -> list[DiskReport]:
         for number, rank in enumerate(self._ranks):
             disk_reports = rank.controller_end.disk_reports
             while disk_reports:

@@ -32,8 +32,6 @@ class CopyingStep:
 class CopyingWorker:
     """Launches `CopyingStep`s."""
 
-    disk_jobs = None
-
     def __init__(self) -> None:
         self.steps: list[CopyingStep] = []
 

@@ -136,8 +136,7 @@ def make_kept_worker(memory: NodeMemory, **options: Any) -> DecoderWorker:  # An
 
 
 def loaded_worker(config: EngineConfig, memory: NodeMemory) -> DecoderWorker:
-    worker = DecoderWorker(config, SoloGroup())
-    worker.use_pool_memory(memory.address)
+    worker = DecoderWorker(config, SoloGroup(), pool_address=memory.address)
     worker.load_weights(lambda done, total: None)
     return worker
 
