@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.engine.engine_options import EngineOptions, engine_config, full_name
+from cluster.engine.engine_options import EngineOptions, engine_config, full_name, sampling_defaults
 from cluster.engine.vllm_options import engine_options, own_options
+from cluster.llm.llm import LLM
 from pagedray.errors import StartupError
 from tests.system.server_process import TINY_LLAMA
 from workers.models.families.registry import read_model_config
@@ -28,6 +29,7 @@ TEXT = json.loads((TINY_LLAMA / "config.json").read_text())
 OLD_TEXT = {name: value for name, value in TEXT.items() if name != "rope_parameters"} | {
     "rope_theta": 5e4
 }
+GIVEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 1}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,8 @@ def test_overrides_are_as_if_the_file_had_them(
 
 
 PUBLISHED = Path(__file__).parents[1] / "workers" / "models" / "families" / "published"
+
+
 MROPE_YARN = {
     "mrope_interleaved": True,
     "mrope_section": [24, 20, 20],
@@ -274,3 +278,90 @@ def test_several_ranks_run_on_ray(given: dict[str, object], expected: str) -> No
 )
 def test_rope_options_are_overrides(given: dict[str, object], expected: object) -> None:
     assert engine_options(given).hf_overrides == expected
+
+
+def write(folder: Path, values: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_auto_is_the_models_file(tmp_path: Path) -> None:
+    assert sampling_defaults("auto", tmp_path) == ()
+    write(tmp_path, GIVEN)
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert dict(sampling_defaults("auto", tmp_path)) == expected
+    assert sampling_defaults("none", tmp_path) == sampling_defaults("vllm", tmp_path) == ()
+
+
+def test_a_folder_takes_its_place(tmp_path: Path) -> None:
+    other = write(tmp_path / "other", {"temperature": 0, "min_p": 0.1, "top_k": None})
+    assert dict(sampling_defaults(other, write(tmp_path, GIVEN))) == {
+        "temperature": 0,
+        "min_p": 0.1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [({"temperature": "hot"}, "temperature must be a number"), ({"top_p": 2}, "top_p must be")],
+)
+def test_invalid_values_name_the_file(tmp_path: Path, values: object, text: str) -> None:
+    with pytest.raises(StartupError, match=rf"generation_config.json: {text}"):
+        sampling_defaults("auto", write(tmp_path, values))
+
+
+def test_a_folder_without_the_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="must be auto, none or a folder"):
+        sampling_defaults(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("dtype", "float8", "'float8' of option dtype: allowed are float32, bfloat16, float16."),
+        ("preemption", "never", "'never' of option preemption: allowed are auto, swap, recompute."),
+        ("executor", "process", "'process' of option executor: allowed are ray, local."),
+        ("load_format", "pt", "'pt' of option load_format: allowed are auto, dummy."),
+        ("num_threads", 1.5, "1.5 of option num_threads: Expected `int | null`, got `float`."),
+        ("block_size", "16", "'16' of option block_size: Expected `int`, got `str`."),
+        ("enforce_eager", "no", "'no' of option enforce_eager: Expected `bool`, got `str`."),
+        ("max_num_seqs", [1], "a list of option max_num_seqs: Expected `int | null`, got `array`."),
+    ],
+)
+def test_values_are_rejected_in_one_line(
+    name: str,
+    value: Any,  # Any: of a wrong type
+    text: str,
+) -> None:
+    with pytest.raises(StartupError) as caught:
+        LLM(TINY_LLAMA, **{name: value})
+    assert str(caught.value) == f"Invalid value {text}"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_threads": 0}, "num_threads must be from 1 to 4096, not 0."),
+        ({"num_threads": 10**12}, f"num_threads must be from 1 to 4096, not {10**12}."),
+        # More bytes than there are addresses.
+        ({"max_num_seqs": 10**12, "num_blocks": 8, "num_cpu_blocks": 0},
+         f"Could not allocate the tokens and sampling states of {10**12} sequences of up to 1024 "
+         "tokens; use a lower --max-num-seqs or --max-model-len."),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_machine_has_room_for(
+    options: dict[str, Any],  # Any: of any type
+    text: str,
+) -> None:
+    with pytest.raises(StartupError) as caught:
+        LLM(TINY_LLAMA, executor="local", device="cpu", load_format="dummy", **options)
+    assert str(caught.value) == text
+
+
+def test_none_is_the_default_and_a_path_is_text() -> None:
+    folder = Path("/cache")
+    found = engine_options(
+        {"block_size": None, "memory_fraction": 1, "disk_cache_folder": folder, "dtype": "auto"}
+    )
+    assert found == EngineOptions(memory_fraction=1.0, disk_cache_folder="/cache")

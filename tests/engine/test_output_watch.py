@@ -6,10 +6,11 @@ import logging
 
 import pytest
 
-from cluster.engine.output_watch import OutputWatch
+from cluster.engine.output_watch import OutputWatch, client_events, make_engine_request
 from cluster.scheduling.event import TokenEvent
-from pagedray.errors import WorkerError
+from pagedray.errors import OverloadedError, WorkerError
 from pagedray.request import FinishReason
+from tests.scheduling.harness import Harness
 
 
 def finite(request_id: str) -> TokenEvent:
@@ -96,3 +97,19 @@ def test_a_test_that_was_lost_is_repeated() -> None:
     assert watch.next_test(0.0) is not None
     assert watch.next_test(9.0) is None
     assert watch.next_test(10.0) is not None
+
+
+def test_full_queue_accepts_engine_requests() -> None:
+    harness = Harness(max_queued_requests=1)
+    harness.add([1])
+    with pytest.raises(OverloadedError):
+        harness.add([1])
+    for name in ("probe", "output-test-1", "output-test-2"):
+        harness.scheduler.add_request(make_engine_request(name, max_tokens=1))
+    assert harness.scheduler.num_waiting == 4
+
+
+def test_clients_do_not_receive_events_of_engine_requests() -> None:
+    request = make_engine_request("probe", max_tokens=1)
+    of_client = TokenEvent("a", 0, (7,))
+    assert client_events([of_client, TokenEvent(request.id, 0, (7,))]) == [of_client]

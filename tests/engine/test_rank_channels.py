@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.engine.rank_channels import RankChannels
+from cluster.engine.rank_channels import DiskReports, RankChannels
 from pagedray.batch import (
     ControllerMessage,
     DiskReport,
@@ -229,3 +229,20 @@ def test_shutdown_does_not_wait_for_a_rank_that_does_not_read(group: Group) -> N
     group.channels.shut_down()
     group.channels.close()
     assert time.monotonic() - began_s < AT_ONCE_S
+
+
+def test_a_report_is_joined_once_every_rank_has_sent_its_own() -> None:
+    reports = DiskReports(2)
+    reports.add_report(0, DiskReport(3, True, [7], 0.5))
+    reports.add_report(0, DiskReport(4, True, [], 0.5))
+    reports.add_report(1, DiskReport(2, False))
+    assert reports.take_joined() == []
+    reports.add_report(1, DiskReport(3, True, [5, 7], 0.75))
+    assert reports.take_joined() == [DiskReport(3, True, [5, 7], 0.75)]
+    reports.add_report(1, DiskReport(4, True))
+    reports.add_report(0, DiskReport(2, False))
+    assert reports.take_joined() == [DiskReport(4, True, [], 0.5), DiskReport(2, False)]
+
+
+def test_no_rank_reports_nothing() -> None:
+    assert DiskReports(0).take_joined() == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pagedray.errors import InvalidRequestError
+from pagedray.field_checks import check_token_ids
 from pagedray.sampling_params import SamplingParams
 
 
@@ -41,3 +42,16 @@ def test_booleans_are_no_other_values(wrong: Any) -> None:
 def test_biases_are_a_dictionary(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match="logit_bias must be a dictionary"):
         SamplingParams(logit_bias=wrong)
+
+
+@pytest.mark.parametrize("ids", [[], [0], [0, 9, 4], list(range(10)) * 100])
+def test_ids_of_the_vocabulary_pass(ids: list[int]) -> None:
+    check_token_ids(ids, 10, "prompt")
+
+
+@pytest.mark.parametrize(
+    "wrong", [-1, 10, 10**5000, True, 1.5, "a", None], ids=lambda one: type(one).__name__
+)
+def test_invalid_ids_are_named(wrong: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompt (must )?contains?"):
+        check_token_ids([3, wrong], 10, "prompt")

@@ -1,14 +1,17 @@
-"""Calls that may block forever give their result, or are abandoned."""
+"""Calls to Ray that may block, causes of deaths, and weights that differ between ranks."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ray.exceptions import RayError
 
 from cluster.engine.ray_health import result_unless
+from cluster.engine.ray_ranks import cause_of, check_same_weights
 from pagedray.errors import StartupError, WorkerError
 from tests.thread_limit import no_more_threads
 
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 PERIOD_S = 0.001
+
+FOLDER = Path("/models/m")
+FILES = {"model-1.safetensors": "a", "model-2.safetensors": "b"}
 
 
 def test_a_call_that_returns_just_after_a_period_gives_its_result() -> None:
@@ -72,3 +78,34 @@ def test_a_call_that_gets_no_thread_fails_and_may_be_repeated() -> None:
     ):
         result_unless(lambda: None, lambda: 7, period_s=PERIOD_S)
     assert result_unless(lambda: None, lambda: 7, period_s=PERIOD_S) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "The actor died unexpectedly.\nWorker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2. End of file. More.",
+            "Worker unexpectedly exits with a connection error code 2.",
+        ),
+        ("The actor died.\n  Its node has failed.  \n\n", "Its node has failed."),
+        ("", "RayError."),
+    ],
+)
+def test_cause_is_the_detail_or_the_last_line(text: str, cause: str) -> None:
+    assert cause_of(RayError(text)) == cause
+
+
+def test_ranks_with_the_same_files_may_join() -> None:
+    check_same_weights([FILES, dict(FILES), dict(FILES)], FOLDER)
+    # Dummy weights have no files.
+    check_same_weights([{}, {}], FOLDER)
+
+
+@pytest.mark.parametrize(
+    "other", [FILES | {"model-2.safetensors": "c"}, {"model-1.safetensors": "a"}]
+)
+def test_the_file_that_differs_is_named(other: dict[str, str]) -> None:
+    expected = r"/models/m/model-2\.safetensors differs between rank 0 and rank 2"
+    with pytest.raises(StartupError, match=expected):
+        check_same_weights([FILES, FILES, other], FOLDER)
