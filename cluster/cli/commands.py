@@ -145,11 +145,10 @@ def set_ports(parsed: argparse.Namespace) -> None:
 
 
 def _frontend_options(parsed: argparse.Namespace) -> FrontendOptions:
-    from cluster.serving.buffers import BufferLimits, ReaderLimits
     from cluster.serving.frontend_options import FrontendOptions
-    from cluster.serving.http.allowed_hosts import AllowedOrigins
+    from cluster.serving.http.request_checks import AllowedOrigins
     from cluster.serving.inputs import CallOptions
-    from cluster.serving.intake import IntakeLimits
+    from cluster.serving.intake import BufferLimits, IntakeLimits, ReaderLimits
     from cluster.serving.responses.stored_responses import StoreLimits
 
     def buffer(mib: int) -> BufferLimits:

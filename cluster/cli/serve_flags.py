@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.flag import count, flag_adder, group_of, names, seconds
-from cluster.serving.buffers import BufferLimits
-from cluster.serving.intake import IntakeLimits
+from cluster.serving.intake import BufferLimits, IntakeLimits
 from cluster.serving.reasoning import REASONING_FORMATS
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 

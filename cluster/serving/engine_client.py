@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.stats import EngineStats
-    from cluster.serving.buffers import OutputBuffer
+    from cluster.serving.intake import OutputBuffer
     from pagedray.errors import PagedRayError
     from pagedray.request import Request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.serving.http.allowed_hosts import AllowedOrigins
+from cluster.serving.http.request_checks import AllowedOrigins
 from cluster.serving.inputs import CallOptions
 from cluster.serving.responses.stored_responses import StoreLimits
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from cluster.serving.http.allowed_hosts import AllowedHosts
+from cluster.serving.http.request_checks import AllowedHosts
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
 from cluster.serving.listener import connection_limits

@@ -28,13 +28,13 @@ from pagedray.sampling_params import MAX_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-    from cluster.serving.buffers import OutputBuffer
     from cluster.serving.continuation import Continuation, Encoded
     from cluster.serving.engine_client import EngineClient, EngineStream
     from cluster.serving.inputs import GenerationInput
+    from cluster.serving.intake import OutputBuffer
     from cluster.serving.open_calls import OpenCall
     from cluster.serving.telemetry.call_watch import CallWatch
-    from cluster.serving.text.token_bytes import TokenBytes
+    from cluster.serving.text.text_stream import TokenBytes
 
 __all__ = ["BeamStream", "GenerationCall", "GenerationOutput", "Usage"]
 

@@ -13,7 +13,7 @@ from cluster.serving.responses.endpoints import responses_endpoints
 from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses, StoreLimits
 
 if TYPE_CHECKING:
-    from cluster.serving.http.allowed_hosts import AllowedHosts, AllowedOrigins
+    from cluster.serving.http.request_checks import AllowedHosts, AllowedOrigins
     from cluster.serving.servicer import Servicer
 
 __all__ = ["build_http_app"]

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from cluster.serving.buffers import ReaderLimits
 from cluster.serving.continuation import Continuation
-from cluster.serving.intake import IntakeLimits
+from cluster.serving.intake import IntakeLimits, ReaderLimits
 from cluster.serving.reasoning import ReasoningFormat
 from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.serving.tools.tool_calls import ToolCallFormat

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from cluster.serving.auth import ANONYMOUS
-from cluster.serving.buffers import OutputBuffer, TenantBytes
+from cluster.serving.intake import OutputBuffer, TenantBytes
 from pagedray.errors import (
     DuplicateIdError,
     ForbiddenError,
@@ -25,8 +25,8 @@ from pagedray.errors import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from cluster.serving.buffers import ReaderLimits
     from cluster.serving.generation_call import GenerationCall
+    from cluster.serving.intake import ReaderLimits
 
 __all__ = ["ResumableStreams", "StreamFormat", "StreamReader"]
 

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.serving.auth import Authenticator
-from cluster.serving.buffers import MemoryTrimmer, OutputBuffers
 from cluster.serving.embedding_validator import EmbeddingValidator, ScoreValidator
 from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, CallOptions, GenerationInput
-from cluster.serving.intake import Intake
+from cluster.serving.intake import Intake, MemoryTrimmer, OutputBuffers
 from cluster.serving.open_calls import OpenCall, OpenCalls
 from cluster.serving.resume import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads

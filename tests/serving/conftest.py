@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from cluster.serving.auth import Authenticator
-from cluster.serving.buffers import ReaderLimits
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.inputs import CallOptions
+from cluster.serving.intake import ReaderLimits
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig
 from pagedray.model_config import ModelConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from cluster.serving.http.allowed_hosts import AllowedOrigins
+    from cluster.serving.http.request_checks import AllowedOrigins
     from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.tls import CertificateStore
     from pagedray.request import Request

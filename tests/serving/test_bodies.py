@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from cluster.serving.buffers import BufferLimits, MemoryTrimmer, OutputBuffers
+from cluster.serving.intake import BufferLimits, MemoryTrimmer, OutputBuffers
 from cluster.serving.json_body import json_text, read_arguments, read_body, read_json
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody

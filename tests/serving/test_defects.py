@@ -14,8 +14,8 @@ import httpx
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 
-from cluster.serving.buffers import ReaderLimits
 from cluster.serving.engine_client import EngineStream
+from cluster.serving.intake import ReaderLimits
 from cluster.serving.openai.generation_response import ResponseChunks
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace

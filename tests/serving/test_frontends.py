@@ -16,11 +16,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.buffers import BufferLimits, OutputBuffers
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.inputs import GenerationInput, with_served_names
+from cluster.serving.intake import BufferLimits, OutputBuffers
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import (
     DeviceError,

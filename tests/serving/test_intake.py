@@ -17,12 +17,11 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 
 from cluster.serving.auth import Authenticator, digest_of, new_key
-from cluster.serving.buffers import BufferLimits
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
 from cluster.serving.inputs import CallOptions
-from cluster.serving.intake import IntakeLimits, Reception, request_size
+from cluster.serving.intake import BufferLimits, IntakeLimits, Reception, request_size
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import OverloadedError

@@ -11,8 +11,8 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from cluster.serving.admin.endpoints import PAGE_PATHS
 from cluster.serving.admin.openapi import openapi_document
-from cluster.serving.buffers import ReaderLimits
 from cluster.serving.http_app import build_http_app
+from cluster.serving.intake import ReaderLimits
 from tests.load.generated_requests import ask_all
 from tests.serving.conftest import Server
 

@@ -17,12 +17,12 @@ import pytest
 from starlette.responses import Response
 
 from cluster.serving.auth import ANONYMOUS
-from cluster.serving.buffers import BufferLimits, ReaderLimits
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.app import HttpApp
 from cluster.serving.http.endpoint import Access, Endpoint
 from cluster.serving.http.server import HttpServer
 from cluster.serving.inputs import CallOptions
+from cluster.serving.intake import BufferLimits, ReaderLimits
 from cluster.serving.servicer import Servicer
 from cluster.serving.tls import certificate_store
 from pagedray.v1 import pagedray_pb2 as pb

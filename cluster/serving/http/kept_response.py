@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cluster.serving.buffers import OutputBuffer, OutputBuffers
+    from cluster.serving.intake import OutputBuffer, OutputBuffers
 
 __all__ = ["KeptResponse", "kept_if_large", "pieces_of", "whole_response"]
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
         StreamedChoice,
     )
     from cluster.serving.servicer import GenerationCall, Usage
-    from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.text.token_bytes import TokenBytes
+    from cluster.serving.text.text_stream import SequenceOutput, TokenBytes
     from cluster.serving.tools.turn_reader import ToolCallDelta
     from cluster.serving.tools.turns import Turn, Turns
     from pagedray.batch import TokenLogprobs

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cluster.serving.buffers import OutputBuffer
     from cluster.serving.continuation import Encoded
     from cluster.serving.http.http_call import HttpCall
+    from cluster.serving.intake import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Servicer, Usage
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.tools.turns import Turns

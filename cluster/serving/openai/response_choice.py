@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from cluster.serving.http.errors import rejection_body
-from cluster.serving.text.text_stream import IncrementalDetokenizer, SequenceOutput
-from cluster.serving.text.token_bytes import TokenBytes
+from cluster.serving.text.text_stream import IncrementalDetokenizer, SequenceOutput, TokenBytes
 from cluster.serving.tools.turns import Turn
 from pagedray.errors import EngineError
 from pagedray.request import FinishReason
@@ -21,8 +20,8 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from cluster.serving.buffers import OutputBuffer
     from cluster.serving.http.errors import Json
+    from cluster.serving.intake import OutputBuffer
     from pagedray.batch import PromptLogprobs, PromptToken
     from pagedray.errors import PagedRayError
 

@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.engine.engine_options import full_name
-from cluster.serving.buffers import BufferLimits
 from cluster.serving.http_app import build_http_app
+from cluster.serving.intake import BufferLimits
 from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle

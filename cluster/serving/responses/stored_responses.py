@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from cluster.serving.buffers import BufferLimits, TenantBytes
+from cluster.serving.intake import BufferLimits, TenantBytes
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.text.template_arguments import ChatMessage
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError

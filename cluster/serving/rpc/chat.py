@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput, TokenizeInput
     from cluster.serving.intake import RequestSize
     from cluster.serving.rpc.call import RpcCall
-    from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.text.token_bytes import TokenBytes
+    from cluster.serving.text.text_stream import SequenceOutput, TokenBytes
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import ToolCallDelta
     from cluster.serving.tools.turns import Turn

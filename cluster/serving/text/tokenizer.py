@@ -16,7 +16,7 @@ from cluster.serving.text.chat_template import ChatTemplates
 from cluster.serving.text.infilling import detect_infilling
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
-from cluster.serving.text.token_bytes import TokenBytes
+from cluster.serving.text.text_stream import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.files import check_is_no_pointer, has_file
 

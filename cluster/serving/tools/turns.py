@@ -11,8 +11,7 @@ from pagedray.reasoning import ReasoningPlace, ReasoningTracker
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.text.token_bytes import TokenBytes
+    from cluster.serving.text.text_stream import SequenceOutput, TokenBytes
     from cluster.serving.tools.tool_choice import ToolUse
     from cluster.serving.tools.turn_reader import TurnReader
     from pagedray.reasoning import Reasoning

@@ -12,8 +12,8 @@ import pytest
 
 from cluster.serving.admin.endpoints import PAGE_PATHS
 from cluster.serving.auth import digest_of, new_key
-from cluster.serving.http.allowed_hosts import AllowedOrigins
 from cluster.serving.http.endpoint import Access
+from cluster.serving.http.request_checks import AllowedOrigins
 from cluster.serving.http_app import build_http_app
 from pagedray.errors import StartupError
 from tests.serving.conftest import Server

@@ -12,8 +12,8 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
-from cluster.serving.http.errors import MAX_HEAD_BYTES, MAX_HEADERS
 from cluster.serving.http.http_call import declared_length
+from cluster.serving.http.request_checks import MAX_HEAD_BYTES, MAX_HEADERS
 from cluster.serving.http.server import HttpConnection
 from cluster.serving.http_app import build_http_app
 from pagedray.errors import LethalRequestError, OverloadedError, WorkerError

@@ -16,11 +16,11 @@ import httpx
 import openai
 import pytest
 
-from cluster.serving.buffers import BufferLimits, OutputBuffers
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.kept_response import KeptResponse
 from cluster.serving.http.server import HttpConnection, HttpServer
 from cluster.serving.http_app import build_http_app
+from cluster.serving.intake import BufferLimits, OutputBuffers
 from cluster.serving.openai.response_choice import CompleteChoice
 from cluster.serving.servicer import Servicer
 from tests.serving.checkpoint import TEXT, write_tokenizer

@@ -20,8 +20,7 @@ from cluster.serving.openai.event_stream import EventStream
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import ResponseOptions, TextOffsets
 from cluster.serving.servicer import GenerationOutput, Usage
-from cluster.serving.text.text_stream import SequenceOutput
-from cluster.serving.text.token_bytes import TokenBytes
+from cluster.serving.text.text_stream import SequenceOutput, TokenBytes
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.request import FinishReason

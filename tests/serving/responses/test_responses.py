@@ -16,7 +16,7 @@ from openai.types.responses import (
 )
 from pydantic import BaseModel, TypeAdapter
 
-from cluster.serving.buffers import BufferLimits, ReaderLimits
+from cluster.serving.intake import BufferLimits, ReaderLimits
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo
 from cluster.serving.responses.stored_responses import StoreLimits

@@ -19,7 +19,7 @@ from openai.types.responses import (
     ResponseOutputMessage,
 )
 
-from cluster.serving.buffers import BufferLimits
+from cluster.serving.intake import BufferLimits
 from cluster.serving.responses.items import ItemsQuery, items_page, size_of_items
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
 from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.buffers import ReaderLimits
+from cluster.serving.intake import ReaderLimits
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:

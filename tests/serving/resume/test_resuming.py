@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.serving import resume
-from cluster.serving.buffers import BufferLimits, ReaderLimits
+from cluster.serving.intake import BufferLimits, ReaderLimits
 from cluster.serving.resume import ResumableStreams, StreamFormat
 from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb

@@ -18,8 +18,8 @@ from cluster.serving.text.text_stream import (
     StopMatcher,
     StopStrings,
     TextStream,
+    TokenBytes,
 )
-from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.batch import TokenLogprobs
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.http.errors import MAX_HEAD_BYTES
+from cluster.serving.http.request_checks import MAX_HEAD_BYTES
 from tests.hostile.fuzz.memory_server import MemoryServer
 from tests.hostile.fuzz.target import Target
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.buffers import ReaderLimits
+from cluster.serving.intake import ReaderLimits
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.admin.page.chromium import CHROMIUM, Browser
 from tests.serving.conftest import Server
