@@ -172,7 +172,7 @@ async def start_frontends(counter: TokenCounter) -> tuple[Frontends, PacedEngine
     """Return ready frontends, and their engine, which has not started."""
     client = EngineClient(asyncio.get_running_loop())
     engine = PacedEngine(client, counter)
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)  # type: ignore[arg-type]  # a part of it
     tokenizer = Tokenizer.from_folder(MODEL)
     options = FrontendOptions(host="127.0.0.1", grpc_port=0, http_port=0)
     frontends = Frontends(client, tokenizer, _config(), options)

@@ -319,7 +319,7 @@ class _Sink:
         if self._client is None:
             self._loop = loop
             self._client = EngineClient(loop)
-            self._client.attach_generation_engine(engine)
+            self._client.attach_engine(engine)
         if loop is not self._loop:
             raise InvalidRequestError(
                 "AsyncLLM belongs to the event loop of its first request; use LLM for several."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self
 
 from cluster.scheduling.event import TokenEvent
 from pagedray.errors import EngineError, InternalError, StalledReaderError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.engine.embedding_scheduler import EmbeddingRequest
-    from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.stats import EngineStats
     from cluster.serving.intake import OutputBuffer
     from pagedray.errors import PagedRayError
@@ -54,20 +53,12 @@ class Engine(Protocol):
         """The error that ended the engine permanently, if any."""
         ...
 
-
-class EmbeddingEngine(Engine, Protocol):
-    """An engine of a model that embeds."""
-
-    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-        """Accept a request. Raises OverloadedError or EngineError."""
-        ...
-
-
-class GenerationEngine(Engine, Protocol):
-    """An engine of a model that generates."""
-
     def submit_request(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        """Accept texts to embed. Raises OverloadedError or EngineError."""
+        ...
 
     def abort_request(self, request_id: str) -> None:
         """End a request; ignore an unknown or ended request."""
@@ -76,7 +67,6 @@ class GenerationEngine(Engine, Protocol):
         """End one sequence of a request, without an event for it."""
 
 
-AnyEngine = TypeVar("AnyEngine", bound=Engine)
 _FEW_EVENTS = 64
 _FEW_STEPS = 4
 # The memory of an unread event, as measured with tracemalloc.
@@ -94,22 +84,11 @@ class EngineClient:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._engine: Engine | None = None
-        self._generation_engine: GenerationEngine | None = None
-        self._embedding_engine: EmbeddingEngine | None = None
         self._streams: dict[str, EngineStream] = {}
 
-    def attach_engine(self, engine: EngineLoop) -> None:
-        """Submit requests of its model's kind to `engine`."""
-        self.attach_embedding_engine(engine)
-        self.attach_generation_engine(engine)
-
-    def attach_generation_engine(self, engine: GenerationEngine) -> None:
-        """Submit generation requests to `engine`, which publishes its events here."""
-        self._engine = self._generation_engine = engine
-
-    def attach_embedding_engine(self, encoder: EmbeddingEngine) -> None:
-        """Submit embedding requests to `encoder`, which returns a future for each."""
-        self._engine = self._embedding_engine = encoder
+    def attach_engine(self, engine: Engine) -> None:
+        """Submit requests to `engine`, which publishes its events here."""
+        self._engine = engine
 
     @property
     def is_attached(self) -> bool:
@@ -119,17 +98,9 @@ class EngineClient:
     @property
     def engine(self) -> Engine:
         """The engine. Raises EngineError while there is none."""
-        return _loaded(self._engine)
-
-    @property
-    def embedding_engine(self) -> EmbeddingEngine:
-        """The embedding engine. Raises EngineError while there is none."""
-        return _loaded(self._embedding_engine)
-
-    @property
-    def generation_engine(self) -> GenerationEngine:
-        """The generation engine. Raises EngineError while there is none."""
-        return _loaded(self._generation_engine)
+        if self._engine is None:
+            raise EngineError("The model is not loaded yet.")
+        return self._engine
 
     @property
     def is_healthy(self) -> bool:
@@ -159,7 +130,7 @@ class EngineClient:
         Unread events are counted in `buffer`; beyond its limits the stream ends with UnreadError.
         Raises CapacityError, OverloadedError or EngineError; then none of the requests runs.
         """
-        engine = self.generation_engine
+        engine = self.engine
         stream = EngineStream(engine, requests, forget=self._forget, buffer=buffer)
         try:
             for request in requests:
@@ -201,12 +172,6 @@ class EngineClient:
             stream.fail(error)
 
 
-def _loaded(engine: AnyEngine | None) -> AnyEngine:
-    if engine is None:
-        raise EngineError("The model is not loaded yet.")
-    return engine
-
-
 class EngineStream:
     """The events of a call's requests, in the order they were published.
 
@@ -216,7 +181,7 @@ class EngineStream:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: Engine,
         requests: Sequence[Request],
         *,
         forget: Callable[[str], None],

@@ -358,9 +358,7 @@ class Servicer:
                 # Tokenizing took time, in which a drain may have begun.
                 self._check_phase()
                 request = replace(request, weight=tenant.weight)
-                call.task = embedding = EmbeddingCall(
-                    self.client.embedding_engine.submit_texts(request)
-                )
+                call.task = embedding = EmbeddingCall(self.client.engine.submit_texts(request))
                 watch.note_open("")
                 vectors = await embedding.vectors(given.deadline_s)
                 watch.note_end("stop")

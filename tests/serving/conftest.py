@@ -112,7 +112,7 @@ class Server:
     def attach(self) -> None:
         """Start the fake engine and have the frontends use it."""
         self.engine = FakeEngine(self.client, self.script)
-        self.client.attach_generation_engine(self.engine)
+        self.client.attach_engine(self.engine)
 
     def script(self, request: Request, index: int) -> list[int]:
         """Return the tokens of the test's text, rotated by words for other sequences."""

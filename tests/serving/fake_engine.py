@@ -19,7 +19,12 @@ from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.serving.engine_client import EngineClient
     from pagedray.errors import EngineError, PagedRayError
 
@@ -104,6 +109,9 @@ class FakeEngine:
                 )
                 for index in request.open_indices
             ]
+
+    def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        raise AssertionError(texts)
 
     def abort_request(self, request_id: str) -> None:
         with self._lock:

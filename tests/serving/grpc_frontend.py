@@ -59,7 +59,7 @@ async def grpc_frontend(
     """Serve within the context."""
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     servicer = Servicer(
         client, tokenizer, engine_config(), calls or CallOptions(), authenticator=authenticator
     )

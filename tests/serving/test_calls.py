@@ -67,7 +67,7 @@ class Call:
         """`generated` are the tokens of each sequence of a prompt that its client has."""
         self.engine = Engine()
         self._client = EngineClient(asyncio.get_running_loop())
-        self._client.attach_generation_engine(self.engine)  # type: ignore[arg-type]  # a part of it
+        self._client.attach_engine(self.engine)  # type: ignore[arg-type]  # a part of it
         sampling = SamplingParams(n=2, max_tokens=3)
         requests = [
             Request(

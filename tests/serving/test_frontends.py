@@ -95,7 +95,7 @@ async def test_health_is_down_until_ready_and_while_draining(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503, 503)
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503, 503)
     await frontends.set_ready()
     assert await _health(frontends) == (STATUS.SERVING, 200, 200)
@@ -114,7 +114,7 @@ async def test_requests_are_rejected_until_ready_and_when_draining(
     given = GenerationInput(prompts=("x",))
     with pytest.raises(EngineError, match="not loaded yet"):
         await frontends.servicer.start_generation(given)
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     await frontends.set_ready()
     await frontends.stop_servers(0)
     with pytest.raises(ShuttingDownError):
@@ -125,7 +125,7 @@ async def test_requests_are_rejected_until_ready_and_when_draining(
 async def test_drain_waits_for_running_requests(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     await frontends.set_ready()
     engine.step_s = 0.005
     async with grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel:
@@ -143,7 +143,7 @@ async def test_drain_waits_for_running_requests(
 async def test_drain_ends_requests_that_run_too_long(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     await frontends.set_ready()
     engine.is_paused = True
     body = {"model": "tiny", "prompt": "x"}
@@ -214,7 +214,7 @@ def recorder() -> _Recorder:
 @pytest.fixture
 async def engine_client(recorder: _Recorder) -> EngineClient:
     client = EngineClient(asyncio.get_running_loop())
-    client.attach_generation_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
+    client.attach_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
     return client
 
 
@@ -310,7 +310,7 @@ async def test_events_count_until_they_are_read(engine_client: EngineClient) -> 
 async def test_rejected_request_aborts_the_others_of_its_call() -> None:
     recorder = _Recorder(room=1)
     client = EngineClient(asyncio.get_running_loop())
-    client.attach_generation_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
+    client.attach_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
     with pytest.raises(OverloadedError):
         client.open_stream([_request("a"), _request("b")])
     assert ("abort_request", "a") in recorder.calls

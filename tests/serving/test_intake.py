@@ -121,7 +121,7 @@ async def hostile(
 ) -> AsyncIterator[Hostile]:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72])
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     path = folder / "keys.toml"
     path.touch(0o600)
     path.write_text(

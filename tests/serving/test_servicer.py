@@ -54,7 +54,7 @@ class Opened:
     def __init__(self, tokenizer: Tokenizer, keys: Authenticator | None) -> None:
         self.client = EngineClient(asyncio.get_running_loop())
         self.engine = FakeEngine(self.client, lambda request, index: [100])
-        self.client.attach_generation_engine(self.engine)
+        self.client.attach_engine(self.engine)
         self.servicer = Servicer(self.client, tokenizer, engine_config(), authenticator=keys)
         self.servicer.set_ready()
 
@@ -342,7 +342,7 @@ async def encoder(
 ) -> AsyncIterator[tuple[Servicer, FakeEncoder]]:
     client = EngineClient(asyncio.get_running_loop())
     fake = FakeEncoder()
-    client.attach_embedding_engine(fake)
+    client.attach_engine(fake)  # type: ignore[arg-type]  # a part of it
     servicer = Servicer(
         client, tokenizer, encoder_config(), authenticator=limited_tenants(tmp_path)
     )

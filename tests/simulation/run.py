@@ -98,7 +98,7 @@ class _Run:
             _config(scenario), self._ranks, self._client, clock=self._world
         )
         self._controller.ranks, self._controller.chance_deaths = self._ranks, Counter()
-        self._client.attach_generation_engine(self._controller)
+        self._client.attach_engine(self._controller)
         self._num_open = len(scenario.clients)
 
     def run(self) -> Outcome:

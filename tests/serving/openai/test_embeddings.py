@@ -53,7 +53,7 @@ class EncoderServer(Server):
 
     def attach(self) -> None:
         self.engine = FakeEncoder(self.client, self.script)
-        self.client.attach_embedding_engine(self.engine)
+        self.client.attach_engine(self.engine)
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ class Replica:
         client = EngineClient(asyncio.get_running_loop())
         self.engine = FakeEngine(client, script)
         self.engine.num_cached_tokens = 3
-        client.attach_generation_engine(self.engine)
+        client.attach_engine(self.engine)
         self.servicer = Servicer(client, tokenizer, engine_config(context=2048))
         self.servicer.set_ready()
         self.grpc = ServeGrpc(self.servicer, MessagePace(1e6))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config())
     servicer.set_ready()
     yield servicer

@@ -47,7 +47,7 @@ async def servicer(tokenizer: Tokenizer, exporter: InMemorySpanExporter) -> Asyn
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config(), tracer=Tracer(provider))
     servicer.set_ready()
     yield servicer

@@ -139,7 +139,7 @@ async def test_frontends_reject_long_texts_when_too_many_wait(
 ) -> None:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72])
-    client.attach_generation_engine(engine)
+    client.attach_engine(engine)
     others = text_threads()
     pool = TextPool(num_threads=1, max_waiting=1)
     assert len(text_threads() - others) == 1

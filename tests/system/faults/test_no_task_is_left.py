@@ -49,7 +49,7 @@ async def served() -> AsyncIterator[Served]:
     executor = make_executor(config, lambda what, fraction: None)
     controller = EngineLoop(config, executor, client)
     controller.start_steps()
-    client.attach_generation_engine(controller)
+    client.attach_engine(controller)
     await frontends.start_servers()
     await frontends.set_ready()
     yield Served(frontends, controller)
