@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import resource
-import select
 import struct
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +11,14 @@ import msgspec
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
 __all__ = [
-    "has_unread_bytes",
     "is_out_of_memory",
     "lift_memory_limit",
     "limit_memory",
     "read_frame",
     "read_message",
     "write_frame",
-    "write_frame_and_read",
 ]
 
 _MAX_BYTES = 256 * 2**20
@@ -39,36 +34,6 @@ _DATA = 5
 def write_frame(connection: socket.socket, body: bytes) -> None:
     """Send a frame. Raises OSError."""
     connection.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def has_unread_bytes(connection: socket.socket) -> bool:
-    """Return whether the other end has left so much unread that even a short frame might wait."""
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    return not poll.poll(0)
-
-
-def write_frame_and_read(
-    connection: socket.socket, body: bytes, read: Callable[[], bool], *, timeout_s: float
-) -> None:
-    """Send a frame, and call `read` whenever there is something to read, until it returns False.
-
-    If both ends only sent, each would wait for the other to read. Raises OSError.
-    """
-    left = memoryview(_LENGTH.pack(len(body)) + body)
-    until_s = time.monotonic() + timeout_s
-    # Unlike `select`, for any number of open files.
-    poll = select.poll()
-    poll.register(connection, select.POLLIN | select.POLLOUT)
-    while left:
-        found = poll.poll(1e3 * max(0.0, until_s - time.monotonic()))
-        if not found:
-            raise TimeoutError("timed out")
-        ((_, events),) = found
-        if events & select.POLLIN and not read():
-            return
-        if events & ~select.POLLIN:
-            left = left[connection.send(left) :]
 
 
 def read_frame(connection: socket.socket) -> bytearray:

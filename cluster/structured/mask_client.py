@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from cluster.structured.child_process import read_message, write_frame, write_frame_and_read
+from cluster.structured.child_process import read_message, write_frame
 from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.messages import (
     REJECTED_TOKEN,
@@ -58,11 +58,11 @@ logger = logging.getLogger(__name__)
 Outcome = bytes | FinishReason
 """A mask, or how its sequence ends."""
 
-_REPLY_MARGIN_S = 5.0
-"""Time for a reply beyond the limit that the process itself keeps."""
 _PATIENCE_SHARE = 0.75
 """Share of the time that a caller waits, for which the process waits for quick masks."""
 _MAX_PATIENCE_S = 60.0
+_SEND_TIMEOUT_S = 10.0
+"""The process reads queries at once, or has hung and is ended by its kernel."""
 _LOAD_TIMEOUT_S = 60.0
 _MAX_INCARNATIONS = 3
 """Processes that may die, one after another, before a query fails."""
@@ -226,18 +226,10 @@ class MaskClient:
         *,
         num_mask_bytes: int,
         max_tenant_bytes: int,
-        step_s: float = 5.0,
-        alone_s: float = 2.0,
     ) -> None:
-        """The process is killed if a mask keeps it from reading its clock for `step_s`.
-
-        For a sequence that is queried alone, since it may be the cause of that, for `alone_s`.
-        """
         self.num_mask_bytes = num_mask_bytes
         """Number of bytes of a mask."""
         self._connection = MaskConnection(connect, max_tenant_bytes=max_tenant_bytes)
-        self._step_s = step_s
-        self._alone_s = alone_s
         self._ids = count()
         self._lock = threading.Lock()
         """Held by the thread that queries."""
@@ -280,7 +272,7 @@ class MaskClient:
         with self._lock:
             self._connection.close_orphaned()
             try:
-                self._query_all(asked, num_awaited, wait_s, self._step_s)
+                self._query_all(asked, num_awaited, wait_s)
             except MaskProcessDiedError as error:
                 logger.warning("Querying each sequence alone. %s", error)
                 # Only the cause ends, with the other sequences of its grammar: each of them would
@@ -305,14 +297,14 @@ class MaskClient:
             matcher.note_failure(token_ids, _TOO_COSTLY)
             return
         try:
-            crashing |= self._query_all([asked], 1, math.inf, self._alone_s)
+            crashing |= self._query_all([asked], 1, math.inf)
         except MaskProcessDiedError as error:
             logger.warning("Ending all sequences of a grammar with an error. %s", error)
             crashing.add(matcher.grammar)
             matcher.note_failure(token_ids, _TOO_COSTLY if error.is_killed else "")
 
     def _query_all(
-        self, asked: Sequence[_Asked], num_awaited: int, wait_s: float, limit_s: float
+        self, asked: Sequence[_Asked], num_awaited: int, wait_s: float
     ) -> set[CompiledGrammar]:
         """Query masks and wait for the first masks; return the grammars that ended a process.
 
@@ -328,10 +320,10 @@ class MaskClient:
                 if not matcher.is_pending(process.incarnation)
             ]
             if queries:
-                self._connection.send_queries(process, queries, wait_s, limit_s)
+                self._connection.send_queries(process, queries, wait_s)
             is_awaited = bool(_without_outcome(asked[:num_awaited]))
             left_s = max(0.0, until_s - time.monotonic()) if is_awaited else 0.0
-            reply = self._connection.receive_reply(process, left_s, limit_s)
+            reply = self._connection.receive_reply(process, left_s)
             if reply is None:
                 break
             crashing |= _apply(reply, left)
@@ -406,12 +398,6 @@ class MaskConnection:
         self._orphaned: deque[socket.socket] = deque()
         """Sockets for masks of dead processes, to be closed by the thread that reads them."""
         self._num_incarnations = 0
-        self._unanswered: set[int] = set()
-        """The sequences with requested masks."""
-        self._early: deque[tuple[MaskProcess, MaskReply]] = deque()
-        """Replies that came while queries were sent."""
-        self._heard_s = 0.0
-        """When the process last replied, or was sent work while it had none."""
 
     def load_grammar(self, grammar: CompiledGrammar) -> int:
         """Load a grammar into the process; return its size in bytes.
@@ -485,54 +471,35 @@ class MaskConnection:
                 raise MaskProcessDiedError(str(error)) from error
         raise MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
 
-    def send_queries(
-        self, process: MaskProcess, queries: list[MaskQuery], wait_s: float, limit_s: float
-    ) -> None:
-        """Ask for masks. Raises MaskProcessDiedError.
-
-        If the process replies meanwhile that it exits, the rest is not sent.
-        """
+    def send_queries(self, process: MaskProcess, queries: list[MaskQuery], wait_s: float) -> None:
+        """Ask for masks. Raises MaskProcessDiedError."""
         # The process replies early enough for the last masks to be read in time.
         patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
         sequence_ids, grammar_ids = _drained(self.ended_sequence_ids), self.ended_grammar_ids
-        query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s, limit_s)
-        self._unanswered.difference_update(sequence_ids)
-        if not self._unanswered:
-            self._heard_s = time.monotonic()
-        self._unanswered.update(one.sequence_id for one in queries)
+        query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s)
         try:
-            process.masks.settimeout(limit_s + _REPLY_MARGIN_S)
-            write_frame_and_read(
-                process.masks,
-                msgspec.msgpack.encode(query),
-                lambda: self._read_early(process),
-                timeout_s=limit_s + _REPLY_MARGIN_S,
-            )
-        except (OSError, EOFError) as error:
+            process.masks.settimeout(_SEND_TIMEOUT_S)
+            write_frame(process.masks, msgspec.msgpack.encode(query))
+        except BrokenPipeError:
+            # Its last reply may say which sequence has ended the process.
+            return
+        except OSError as error:
             self._forget(process)
             raise _died(error, is_killed=True) from error
 
-    def receive_reply(
-        self, process: MaskProcess, wait_s: float, limit_s: float
-    ) -> MaskReply | None:
+    def receive_reply(self, process: MaskProcess, wait_s: float) -> MaskReply | None:
         """Return the next reply, or None if there is none within `wait_s`.
 
-        Raises MaskProcessDiedError, also if the process has been silent for longer than `limit_s`.
+        Raises MaskProcessDiedError.
         """
-        reply = self._take_early(process)
-        left_s = self._heard_s + limit_s + _REPLY_MARGIN_S - time.monotonic()
+        if not _is_readable(process.masks, wait_s):
+            return None
         try:
-            if reply is None:
-                if not _is_readable(process.masks, min(wait_s, max(0.0, left_s))):
-                    if wait_s < left_s:
-                        return None
-                    raise TimeoutError("no reply")
-                reply = _read_reply(process)
+            process.masks.settimeout(_SEND_TIMEOUT_S)
+            reply: MaskReply = read_message(process.masks, MaskReply)
         except (OSError, EOFError, ValueError) as error:
             self._forget(process)
             raise _died(error, is_killed=True) from error
-        self._heard_s = time.monotonic()
-        self._unanswered.difference_update(mask.sequence_id for mask in reply.masks)
         if reply.is_last:
             self._forget(process)
         return reply
@@ -556,22 +523,7 @@ class MaskConnection:
         for connection in _drained(self._orphaned):
             connection.close()
 
-    def _read_early(self, process: MaskProcess) -> bool:
-        """Keep a reply for later; return whether the process still reads queries."""
-        reply = _read_reply(process)
-        self._early.append((process, reply))
-        return not reply.is_last
-
-    def _take_early(self, process: MaskProcess) -> MaskReply | None:
-        while self._early:
-            sender, reply = self._early.popleft()
-            # Another incarnation was asked again for all that is needed.
-            if sender is process:
-                return reply
-        return None
-
     def _forget(self, process: MaskProcess) -> None:
-        self._unanswered.clear()
         # A thread that waits for a process that hangs, to load a grammar, holds the lock.
         with contextlib.suppress(OSError):
             process.grammars.shutdown(socket.SHUT_RDWR)
@@ -587,17 +539,12 @@ class MaskConnection:
             self._process = None
 
 
-def _read_reply(process: MaskProcess) -> MaskReply:
-    reply: MaskReply = read_message(process.masks, MaskReply)
-    return reply
-
-
 def _is_readable(connection: socket.socket, wait_s: float) -> bool:
     """Wait until there is something to read, or the other end is closed."""
     # Unlike `select`, for any number of open files.
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(1e3 * wait_s))
+    return bool(poll.poll(None if wait_s == math.inf else 1e3 * wait_s))
 
 
 def _died(error: Exception, *, is_killed: bool = False) -> MaskProcessDiedError:

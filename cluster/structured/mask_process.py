@@ -15,13 +15,13 @@ import signal
 import threading
 import time
 from itertools import count
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from cluster.structured.child_process import (
-    has_unread_bytes,
     is_out_of_memory,
     limit_memory,
     read_message,
@@ -65,7 +65,8 @@ _NICENESS = 10
 """Priority of costly masks, for which no step waits; they still get a tenth of a busy core."""
 _CHECK_INTERVAL_S = 0.05
 """Time between two checks of the limits of masks that are being made."""
-_CHECKS_PER_REPORT = 20
+_HANG_S = 5.0
+"""Time after which the kernel kills the process if a mask keeps it from reading its clock."""
 _BASE_CPU_S = 0.5
 """CPU time that a sequence may take for its masks, in addition to that of its tokens."""
 _TOKEN_CPU_S = 0.01
@@ -84,11 +85,23 @@ def serve_masks(
     limit_memory(memory_bytes)
     _start_thread(lambda: _serve_grammars(grammars, server))
     _start_thread(server.watch)
+    steps: SimpleQueue[StepQuery] = SimpleQueue()
+    _start_thread(lambda: _read_steps(masks, steps))
     try:
         while True:
-            server.answer(read_message(masks, StepQuery))
-    except (OSError, EOFError, MemoryError):
+            server.answer(steps.get())
+    except (OSError, MemoryError):
         return
+
+
+def _read_steps(connection: socket.socket, steps: SimpleQueue[StepQuery]) -> None:
+    """Read queries at once, so that the replica never waits to send a query."""
+    try:
+        while True:
+            steps.put(read_message(connection, StepQuery))
+    finally:
+        # Without the clean-up of the parent's objects.
+        os._exit(0)
 
 
 def _serve_grammars(connection: socket.socket, server: _MaskServer) -> None:
@@ -131,7 +144,6 @@ class _MaskServer:
         self._lock = threading.Lock()
         """Held to change the two fields above."""
         self._work = MaskWork(min(_MAX_THREADS, len(os.sched_getaffinity(0))), self._send)
-        self._limit_s = 0.0
         self._send_lock = threading.Lock()
         """Held by the thread that sends, one of several."""
 
@@ -150,8 +162,7 @@ class _MaskServer:
 
     def answer(self, step: StepQuery) -> None:
         """Make masks and send the quick masks. Raises OSError, MemoryError or RuntimeError."""
-        self._limit_s = step.limit_s
-        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        signal.setitimer(signal.ITIMER_REAL, _HANG_S)
         with self._lock:
             self._sequence_ids.difference_update(step.ended_sequence_ids)
             self._sequence_ids.update(one.sequence_id for one in step.queries if one.start)
@@ -164,36 +175,19 @@ class _MaskServer:
             self._send(made)
 
     def watch(self) -> None:
-        """End the process if a mask takes too long, and report that it still makes masks.
-
-        Never returns.
-        """
+        """End the process if a mask takes too long. Never returns."""
         try:
-            for number in count():
+            while True:
                 time.sleep(_CHECK_INTERVAL_S)
-                is_idle = self._work.is_idle
                 # The kernel's limit, for a mask that keeps the GIL from this thread.
-                signal.setitimer(signal.ITIMER_REAL, 0.0 if is_idle else self._limit_s)
+                signal.setitimer(signal.ITIMER_REAL, 0.0 if self._work.is_idle else _HANG_S)
                 made = self._work.check_limits()
                 if made:
+                    # The replica may read late.
+                    signal.setitimer(signal.ITIMER_REAL, 0.0)
                     self._send(made)
-                elif not is_idle and number % _CHECKS_PER_REPORT == 0:
-                    self._report()
         finally:
             os._exit(0)
-
-    def _report(self) -> None:
-        """Tell the replica that masks are being made, unless it has yet to read some.
-
-        A thread that waited for it to read would no longer set the timer.
-        """
-        if not self._send_lock.acquire(blocking=False):
-            return
-        try:
-            if not has_unread_bytes(self._connection):
-                write_frame(self._connection, msgspec.msgpack.encode(MaskReply([])))
-        finally:
-            self._send_lock.release()
 
     def _send(self, masks: list[MadeMask]) -> None:
         is_last = any(mask.is_offender for mask in masks)

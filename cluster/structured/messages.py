@@ -137,8 +137,6 @@ class StepQuery(msgspec.Struct, frozen=True, array_like=True):
     ended_grammar_ids: list[int]
     patience_s: float
     """Time to wait for quick masks; masks made by then come in a single reply."""
-    limit_s: float
-    """Time after which the kernel kills the process if a mask keeps it from reading its clock."""
 
 
 class MadeMask(msgspec.Struct, frozen=True, array_like=True):
@@ -160,7 +158,7 @@ class MadeMask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskReply(msgspec.Struct, frozen=True, array_like=True):
-    """Masks that were made; without any, a sign that the process still makes some."""
+    """Masks that were made."""
 
     masks: list[MadeMask]
     is_last: bool = False

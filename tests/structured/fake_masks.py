@@ -1,7 +1,7 @@
 """A mask process without xgrammar, whose grammars do what their texts say.
 
-`python -m tests.structured.fake_masks MASKS GRAMMARS MEMORY PRIORITY`, with descriptors
-of two sockets; threads keep their priority if the last argument is not 0.
+`python -m tests.structured.fake_masks MASKS GRAMMARS MEMORY PRIORITY HANG`, with descriptors of two
+sockets. Threads keep their priority if PRIORITY is not 0; HANG are seconds.
 """
 
 from __future__ import annotations
@@ -89,12 +89,14 @@ class _Library:
 class FakeMasks:
     """Starts such processes for a mask client."""
 
-    def __init__(self, *, memory_bytes: int = 2**30, keeps_priority: bool = False) -> None:
+    def __init__(
+        self, *, memory_bytes: int = 2**30, keeps_priority: bool = False, hang_s: float = 5.0
+    ) -> None:
         """With `keeps_priority`, costly masks are made as fast as others.
 
         Otherwise, half a second of CPU time takes half a minute on a busy core.
         """
-        self._options = (memory_bytes, int(keeps_priority))
+        self._options = (memory_bytes, int(keeps_priority), hang_s)
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
@@ -113,6 +115,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     if int(sys.argv[4]):
         mask_process._NICENESS = 0
+    mask_process._HANG_S = float(sys.argv[5])
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
     library: Any = _Library()  # Any: a fake
     mask_process.serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))

@@ -30,11 +30,9 @@ REQUEST = Request(
 class Client:
     """A client of fake masks."""
 
-    def __init__(self, *, step_s: float = 5.0, keeps_priority: bool = False) -> None:
+    def __init__(self, *, keeps_priority: bool = False) -> None:
         self.fake = FakeMasks(keeps_priority=keeps_priority)
-        self._client = MaskClient(
-            self.fake.connect, num_mask_bytes=4, max_tenant_bytes=2**30, step_s=step_s
-        )
+        self._client = MaskClient(self.fake.connect, num_mask_bytes=4, max_tenant_bytes=2**30)
 
     def matcher(self, text: str, tenant: str = "") -> MatcherHandle:
         grammar, _ = self._client.load_grammar(GrammarText(text.encode()), tenant=tenant)
@@ -147,22 +145,6 @@ def test_a_process_that_dies_makes_no_mask_late_forever(client: Client, tmp_path
     gate.touch()
     assert client.masks(quick, late, num_awaited=2) == [2, 4]
     assert len(client.fake.processes) == 2
-
-
-@pytest.mark.slow
-def test_a_process_that_is_silent_is_replaced_while_masks_are_asked_for() -> None:
-    client = Client(step_s=0.5)
-    matchers = [client.matcher("plain") for _ in range(200)]
-    assert client.masks((matchers[0], [1]), num_awaited=1) == [2]
-    (stopped,) = client.fake.processes
-    os.kill(stopped.pid, signal.SIGSTOP)
-    asked = [(matchers[0], [1, 1])]
-    while client.masks(*asked, num_awaited=len(asked), wait_s=0.1)[0] is None:
-        # More and more sequences want masks.
-        asked.append((matchers[len(asked)], [1]))
-    assert len(client.fake.processes) == 2
-    stopped.kill()
-    client.close()
 
 
 def test_a_mask_of_a_sequence_that_has_ended_is_dropped(client: Client, tmp_path: Path) -> None:

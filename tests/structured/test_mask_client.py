@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import re
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.structured.child_process import read_frame, read_message, write_frame
+from cluster.structured.child_process import read_frame, write_frame
 from cluster.structured.mask_client import (
     CompiledGrammar,
     MaskClient,
     MaskConnection,
-    MaskProcess,
     MaskProcessDiedError,
 )
 from cluster.structured.mask_process import SequenceMatcher, allowed_cpu_s
@@ -49,8 +45,6 @@ REQUEST = Request(
     id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(0,)
 )
 
-SILENCE_S = 0.1
-
 
 # Any: matchers.
 def waited_for(client: MaskClient, asked: Sequence[tuple[Any, Sequence[int]]]) -> Sequence[Any]:
@@ -61,10 +55,17 @@ def waited_for(client: MaskClient, asked: Sequence[tuple[Any, Sequence[int]]]) -
 class Batch:
     """Sequences that follow fake grammars, queried together."""
 
-    def __init__(self, memory_bytes: int = 2**30, **options: Any) -> None:  # Any: its options
-        self.fake = FakeMasks(memory_bytes=memory_bytes, keeps_priority=True)
-        options = {"max_tenant_bytes": memory_bytes, **options}
-        self.client = MaskClient(self.fake.connect, num_mask_bytes=4, **options)
+    def __init__(
+        self,
+        memory_bytes: int = 2**30,
+        *,
+        max_tenant_bytes: int | None = None,
+        hang_s: float = 5.0,
+    ) -> None:
+        self.fake = FakeMasks(memory_bytes=memory_bytes, keeps_priority=True, hang_s=hang_s)
+        self.client = MaskClient(
+            self.fake.connect, num_mask_bytes=4, max_tenant_bytes=max_tenant_bytes or memory_bytes
+        )
         self.matchers: list[Any] = []
 
     def add(self, *texts: str, tenant: str = "") -> list[CompiledGrammar]:
@@ -125,7 +126,7 @@ def test_all_sequences_of_a_slow_grammar_end(batch: Batch) -> None:
 
 
 def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
-    batch = Batch(step_s=1.5, alone_s=1.0)
+    batch = Batch(hang_s=1.5)
     batch.add("plain", "holds the lock", "plain")
     assert batch.masks(3) == [4, FinishReason.ERROR, 4]
     errors = [matcher.error for matcher in batch.matchers]
@@ -137,7 +138,7 @@ def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
 
 @pytest.mark.parametrize("kind", ["eats", "holds the lock"])
 def test_a_grammar_that_ends_a_process_ends_it_once(kind: str) -> None:
-    batch = Batch(memory_bytes=256 * 2**20, step_s=1.5, alone_s=1.0)
+    batch = Batch(memory_bytes=256 * 2**20, hang_s=1.5)
     batch.add("plain")
     (crashing,) = batch.add(kind)
     batch.matchers += [crashing.matcher(REQUEST) for _ in range(5)]
@@ -321,9 +322,7 @@ def test_a_process_that_replies_with_no_message_is_replaced(
 def test_a_replay_may_take_what_the_tokens_took_and_little_more(
     scripted: ScriptedProcesses,
 ) -> None:
-    client = MaskClient(
-        scripted.connect, num_mask_bytes=4, max_tenant_bytes=1, step_s=5.0, alone_s=2.0
-    )
+    client = MaskClient(scripted.connect, num_mask_bytes=4, max_tenant_bytes=1)
     with ThreadPoolExecutor(1) as threads:
         loading = threads.submit(client.load_grammar, GrammarText(b""))
         scripted.load(0)
@@ -334,65 +333,20 @@ def test_a_replay_may_take_what_the_tokens_took_and_little_more(
         scripted.answer(0, query, 0.75)
         asking.result()
         asking = threads.submit(waited_for, client, [(matcher, [7] * 1101)])
-        (query,) = (question := scripted.asked(0)).queries
+        (query,) = scripted.asked(0).queries
         assert query.start is None
-        assert question.limit_s == 5.0
         # 10 ms a token, of which there are 100.
         assert allowed_cpu_s(query) == pytest.approx(1.0)
         scripted.masks[0].close()
         scripted.load(1)
-        (query,) = (question := scripted.asked(1)).queries
+        (query,) = scripted.asked(1).queries
         assert query.start is not None
         assert query.start.cpu_s == 0.75
-        assert question.limit_s == 2.0
         # 0.1 ms a token, of which there are 1100.
         assert allowed_cpu_s(query) == pytest.approx(0.75 + 0.11)
         scripted.answer(1, query, 0.75)
         assert asking.result() == [b"mask"]
     client.close()
-
-
-async def started(connection: MaskConnection) -> MaskProcess:
-    """Return the process once another thread has started it."""
-    while True:
-        try:
-            return connection.process_with(())
-        except MaskProcessDiedError:
-            await asyncio.sleep(0.002)
-
-
-async def test_a_process_that_hangs_is_given_up_while_it_loads_a_grammar() -> None:
-    ends: list[socket.socket] = []
-
-    def connect() -> tuple[socket.socket, socket.socket]:
-        """Start a process that does nothing."""
-        pairs = socket.socketpair(), socket.socketpair()
-        ends.extend(theirs for _, theirs in pairs)
-        return pairs[0][0], pairs[1][0]
-
-    connection = MaskConnection(connect, max_tenant_bytes=100)
-    no_source: Any = None  # Any: no masks are made here
-    grammar = CompiledGrammar(
-        no_source, 1, GrammarText(b"{}"), "", connection.ended_grammar_ids.append
-    )
-    loading = asyncio.create_task(asyncio.to_thread(connection.load_grammar, grammar))
-    process = await started(connection)
-    # The margin for a reply is 5 s.
-    limit_s = SILENCE_S - 5.0
-
-    def query() -> None:
-        connection.send_queries(process, [], 0.0, limit_s + 5.0)
-        connection.receive_reply(process, 60.0, limit_s)
-
-    async with asyncio.timeout(60.0):
-        with pytest.raises(MaskProcessDiedError, match=r"^The mask process died: no reply\.$"):
-            await asyncio.to_thread(query)
-        closed = "The mask process died: Connection closed by the other end."
-        with pytest.raises(MaskProcessDiedError, match=f"^{re.escape(closed)}$"):
-            await loading
-    connection.close()
-    for end in ends:
-        end.close()
 
 
 def test_errors_of_the_socket_are_described_in_words() -> None:
@@ -407,55 +361,6 @@ def test_errors_of_the_socket_are_described_in_words() -> None:
     with pytest.raises(MaskProcessDiedError, match=r"^The mask process died: Broken pipe\.$"):
         connection.load_grammar(grammar)
     connection.close()
-
-
-NUM_BYTES = 2**20
-
-
-"""More than the buffers of a socket hold."""
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_large_queries_pass_large_replies_that_come_late(is_last: bool) -> None:
-    (masks, their_masks), (grammars, their_grammars) = socket.socketpair(), socket.socketpair()
-    is_late = threading.Event()
-    read: list[StepQuery] = []
-
-    def reply(sequence_id: int) -> None:
-        mask = MadeMask(sequence_id, 0.0, 0.0, bytes(NUM_BYTES), is_offender=is_last)
-        write_frame(their_masks, msgspec.msgpack.encode(MaskReply([mask], is_last)))
-
-    def serve() -> None:
-        """Send each reply as a whole before reading the next query, as the process does."""
-        read_message(their_grammars, LoadGrammar)
-        write_frame(their_grammars, msgspec.msgpack.encode(GrammarLoaded(1)))
-        read.append(read_message(their_masks, StepQuery))
-        is_late.wait()
-        reply(1)
-        if not is_last:
-            read.append(read_message(their_masks, StepQuery))
-            reply(2)
-
-    process = threading.Thread(target=serve)
-    process.start()
-    connection = MaskConnection(lambda: (masks, grammars), max_tenant_bytes=100)
-    no_source: Any = None  # Any: no masks are made here
-    grammar = CompiledGrammar(
-        no_source, 1, GrammarText(b"{}"), "", connection.ended_grammar_ids.append
-    )
-    server = connection.process_with((grammar,))
-    connection.send_queries(server, [MaskQuery(1, [5])], 0.0, 60.0)
-    assert connection.receive_reply(server, 0.0, 60.0) is None
-    is_late.set()
-    token_ids = list(range(NUM_BYTES // 2))
-    connection.send_queries(server, [MaskQuery(2, token_ids)], 0.0, 60.0)
-    replied = [connection.receive_reply(server, 60.0, 60.0) for _ in range(1 if is_last else 2)]
-    process.join()
-    assert [one and one.masks[0].sequence_id for one in replied] == [1, 2][: len(replied)]
-    assert [query.queries for query in read[1:]] == [[MaskQuery(2, token_ids)]] * (not is_last)
-    connection.close()
-    their_masks.close()
-    their_grammars.close()
 
 
 class QuickMatcher:

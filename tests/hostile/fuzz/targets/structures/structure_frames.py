@@ -72,7 +72,7 @@ TARGET = Target(
         _seed(_REPLY, MaskReply),
         _seed(GrammarLoaded(5), GrammarLoaded | LoadFailed),
         _seed(Compiled(GrammarText(b"{}")), Compiled | Rejected | Died),
-        _seed(StepQuery([MaskQuery(1, [2])], [3], [4], 0.5, 5.0), StepQuery),
+        _seed(StepQuery([MaskQuery(1, [2])], [3], [4], 0.5), StepQuery),
         _seed(Structure(kind="regex", text="a"), Structure),
         b"\x00\x00\x00\x00\x01\xc0",
         b"\x00\xff\xff\xff\xff",
