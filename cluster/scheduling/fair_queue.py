@@ -102,11 +102,6 @@ class FairQueue(Generic[Item]):
             yield from share.waiting
 
     @property
-    def num_shares(self) -> int:
-        """Number of tenants that have a clock."""
-        return len(self._shares)
-
-    @property
     def has_first(self) -> bool:
         """Whether there is an item that is not hidden."""
         return bool(self._backlogged)

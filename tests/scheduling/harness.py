@@ -185,6 +185,12 @@ class Harness:
             self._make_masks()
         return plan
 
+    def plan(self) -> StepPlan:
+        """Make a plan, which there must be, and send it to the worker."""
+        plan = self.schedule()
+        assert plan is not None
+        return plan
+
     @property
     def can_execute(self) -> bool:
         """Whether there is a plan that has the masks it needs."""

@@ -1,70 +1,10 @@
 """Sequences whose values are bad: no new request finds what was computed with them."""
 
-import random
-
 import pytest
 
 from cluster.scheduling.sequence import Finished, Queued
 from pagedray.config import Preemption
 from tests.scheduling.harness import Harness
-
-NUM_SEEDS = 100
-
-
-def live(seed: int) -> Harness:
-    """Run sequences that share prefixes in few blocks, of which some compute bad values."""
-    rng = random.Random(seed)
-    block_size = rng.choice((1, 2, 4))
-    harness = Harness(
-        block_size=block_size,
-        num_blocks=rng.randint(24, 40) // block_size,
-        num_cpu_blocks=rng.choice((0, 20)),
-        max_num_seqs=rng.randint(2, 5),
-        max_num_batched_tokens=rng.choice((3, 5, 8)),
-        max_model_len=24,
-        preemption=rng.choice(("swap", "recompute")),
-    )
-    for _ in range(100):
-        match rng.choices(("add", "turn", "abort", "replace"), (20, 60, 2, 0.3))[0]:
-            case "add":
-                if len(harness.scheduler._table.requests) < 6:
-                    add_request(harness, rng)
-            case "turn":
-                harness.turn()
-                harness.acknowledge()
-            case "abort":
-                if harness.requests:
-                    harness.abort(rng.choice(list(harness.requests)))
-            case "replace":
-                harness.replace_worker()
-    harness.drain()
-    return harness
-
-
-def add_request(harness: Harness, rng: random.Random) -> None:
-    prompt = [1] * rng.randint(1, 12) + [rng.randint(1, 2) for _ in range(rng.randint(0, 3))]
-    harness.add(
-        prompt,
-        n=rng.choice((1, 1, 2)),
-        max_tokens=rng.randint(1, 24 - len(prompt)),
-        bad_position=rng.randint(0, len(prompt) + 6) if rng.random() < 0.3 else None,
-    )
-
-
-@pytest.mark.parametrize(
-    "first_seed",
-    [
-        *range(0, NUM_SEEDS // 2, 10),
-        *(
-            pytest.param(first, marks=pytest.mark.slow)
-            for first in range(NUM_SEEDS // 2, NUM_SEEDS, 10)
-        ),
-    ],
-)
-def test_no_new_request_finds_a_block_that_is_known_to_be_bad(first_seed: int) -> None:
-    # The worker checks it.
-    for seed in range(first_seed, first_seed + 10):
-        live(seed)
 
 
 def num_hits(harness: Harness, prompt: list[int]) -> int:

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.scheduling.kv_manager import KvManager, KvOptions
-from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.kv_manager import KvManager
 from pagedray.batch import StepOutput
-from pagedray.config import SchedulerConfig
-from pagedray.request import FinishReason, Request
-from pagedray.sampling_params import SamplingParams
+from pagedray.request import FinishReason
+from tests.scheduling.builders import make_request, make_scheduler
 from tests.scheduling.harness import Harness
 
 if TYPE_CHECKING:
@@ -103,20 +101,8 @@ def test_lengths_in_flight_are_those_of_the_plans_without_an_output(num_steps: i
 
 
 def test_no_token_follows_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(
-        config=SchedulerConfig(),
-        kv=KvOptions(
-            block_size=3,
-            num_blocks=8,
-            num_cpu_blocks=0,
-            enable_cpu_prefix_cache=False,
-        ),
-        max_model_len=24,
-    )
-    request = Request(
-        id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=2), seed=0
-    )
-    scheduler.add_request(request)
+    scheduler = make_scheduler(block_size=3, num_blocks=8, max_model_len=24)
+    scheduler.add_request(make_request("r", (1, 2), max_tokens=2))
     # The second step is planned before the first one ends, and has the last token.
     plans = [scheduler.schedule(), scheduler.schedule()]
     assert None not in plans

@@ -1,4 +1,4 @@
-"""Shares of backlogged tenants, for random costs and arrivals."""
+"""Shares of backlogged tenants, and the fair queue beside a plain one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,166 @@ from hypothesis import given, settings
 from cluster.scheduling.fair_queue import Backlog, FairQueue, LeastFirst, Share
 from pagedray.errors import OverloadedError
 
-MAX_COST = 50
-FEW = settings(max_examples=50)
-COSTS = st.lists(st.integers(1, MAX_COST), min_size=1, max_size=20)
-
 
 @dataclass(eq=False)
 class Item:
     order: tuple[int, ...]
     share: "Share[Item]"
     cost: int
+
+
+class PlainQueue:
+    """What a queue should answer, found by walking through all tenants."""
+
+    def __init__(self) -> None:
+        self.clocks: dict[str, float] = {}
+        self.num_charges = 0
+        self.last_charges: dict[str, int] = {}
+        self.num_open: dict[str, int] = {}
+        self.waiting: dict[str, list[Item]] = {}
+
+    def open(self, tenant: str) -> None:
+        rivals = [one for one, items in self.waiting.items() if items]
+        rivals = rivals or [one for one, number in self.num_open.items() if number]
+        clock = self.clocks.setdefault(tenant, 0.0)
+        self.num_open.setdefault(tenant, 0)
+        self.waiting.setdefault(tenant, [])
+        if rivals:
+            self.clocks[tenant] = max(clock, min(self.clocks[one] for one in rivals))
+        self.num_open[tenant] += 1
+
+    def close(self, tenant: str) -> None:
+        self.num_open[tenant] -= 1
+        if self.num_open[tenant]:
+            return
+        clocks = [self.clocks[one] for one, number in self.num_open.items() if number]
+        for one in [one for one, number in self.num_open.items() if not number]:
+            if not clocks or self.clocks[one] <= min(clocks):
+                del self.num_open[one], self.clocks[one], self.waiting[one]
+                self.last_charges.pop(one, None)
+
+    def charge(self, tenant: str, cost: int) -> None:
+        self.clocks[tenant] += cost
+        self.num_charges += 1
+        self.last_charges[tenant] = self.num_charges
+
+    @property
+    def first(self) -> Item:
+        tenants = [tenant for tenant, items in self.waiting.items() if items]
+        tenant = min(tenants, key=self._turn)
+        return self.waiting[tenant][0]
+
+    def _turn(self, tenant: str) -> tuple[float, int, tuple[int, ...]]:
+        order = self.waiting[tenant][0].order
+        return self.clocks[tenant], self.last_charges.get(tenant, 0), order
+
+
+class QueuePair:
+    """A queue beside a plain one; requests wait, are served for a while, and end."""
+
+    def __init__(self) -> None:
+        self.queue, self.plain = FairQueue[Item](), PlainQueue()
+        self.waiting: list[Item] = []
+        self.served: list[Item] = []
+        self._num_arrivals = 0
+
+    def send(self, tenant: str, cost: int) -> None:
+        self._num_arrivals += 1
+        self.plain.open(tenant)
+        share = self.queue.open_share(tenant)
+        # The arrival makes orders differ.
+        item = Item((cost % 3, self._num_arrivals), share, cost)
+        self._insert(item)
+
+    def serve(self) -> None:
+        """Serve the first item."""
+        item = self.queue.first
+        assert item is self.plain.first
+        self.remove(item)
+        self.queue.charge(item.share, item.cost)
+        self.plain.charge(item.share.tenant, item.cost)
+        self.served.append(item)
+
+    def run(self, cost: int) -> None:
+        """Serve one of the items further, or put it back."""
+        item = self.served[cost % len(self.served)]
+        item.share.time += cost
+        self.plain.clocks[item.share.tenant] += cost
+        if cost % 4 == 0:
+            self.served.remove(item)
+            self._insert(item)
+
+    def end(self, cost: int) -> None:
+        """End one of the items, waiting or not."""
+        items = self.waiting + self.served
+        item = items[cost % len(items)]
+        if item in self.waiting:
+            self.remove(item)
+        else:
+            self.served.remove(item)
+        self.queue.close_share(item.share)
+        self.plain.close(item.share.tenant)
+
+    def put_all_back(self) -> None:
+        self.queue.clear()
+        for items in self.plain.waiting.values():
+            items.clear()
+        self.waiting, items = [], self.waiting + self.served
+        self.served = []
+        for item in items:
+            self._insert(item)
+
+    def _insert(self, item: Item) -> None:
+        self.queue.insert(item)
+        own = self.plain.waiting.setdefault(item.share.tenant, [])
+        own.append(item)
+        own.sort(key=lambda one: one.order)
+        self.waiting.append(item)
+
+    def remove(self, item: Item) -> None:
+        self.queue.remove(item)
+        self.plain.waiting[item.share.tenant].remove(item)
+        self.waiting.remove(item)
+
+    def check(self) -> None:
+        clocks = {item.share.tenant: item.share.time for item in self.waiting + self.served}
+        assert clocks.items() <= self.plain.clocks.items()
+        assert len(self.queue._shares) == len(self.plain.clocks)
+        assert len(self.queue) == len(self.waiting) == len(list(self.queue))
+        assert bool(self.queue) == bool(self.waiting)
+        if self.waiting:
+            assert self.queue.first is self.plain.first
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from("abcd"), st.integers(1, 6)),
+        min_size=50,
+        max_size=50,
+    )
+)
+def test_the_queue_answers_as_one_that_walks_through_all_tenants(
+    events: list[tuple[int, str, int]],
+) -> None:
+    pair = QueuePair()
+    for event, tenant, cost in events:
+        if event < 4:
+            pair.send(tenant, cost)
+        elif event < 6 and pair.waiting:
+            pair.serve()
+        elif event < 8 and pair.served:
+            pair.run(cost)
+        elif event < 9 and pair.waiting + pair.served:
+            pair.end(cost)
+        elif event == 9:
+            pair.put_all_back()
+        pair.check()
+
+
+MAX_COST = 50
+FEW = settings(max_examples=50)
+COSTS = st.lists(st.integers(1, MAX_COST), min_size=1, max_size=20)
 
 
 class Server:
@@ -47,19 +197,6 @@ class Server:
         self.served[item.share.tenant] += item.cost
         self.order.append(item)
         return item.share.tenant
-
-
-@FEW
-@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(1, MAX_COST)), max_size=40))
-def test_a_tenant_alone_is_served_in_order(sent: list[tuple[int, int]]) -> None:
-    server = Server({"a": 0.3})
-    for priority, cost in sent:
-        server.send("a", cost, priority)
-    while server.queue:
-        server.serve()
-    orders = [item.order for item in server.order]
-    assert orders == sorted(orders)
-    assert server.queue.num_shares <= 1
 
 
 @FEW
@@ -97,40 +234,6 @@ def test_tenants_that_wait_together_get_their_shares(
                 assert gap <= MAX_COST / server.weights[one] + MAX_COST / server.weights[other]
 
 
-@FEW
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.sampled_from("abc"), st.integers(1, MAX_COST)),
-            st.none(),
-        ),
-        max_size=80,
-    )
-)
-def test_every_item_is_served_once_and_idle_tenants_are_forgotten(
-    events: list[tuple[str, int] | None],
-) -> None:
-    server = Server({"a": 1.0, "b": 2.0, "c": 0.5})
-    num_sent = 0
-    for event in events:
-        if event is not None:
-            server.send(*event)
-            num_sent += 1
-        elif server.queue:
-            server.serve()
-        assert len(server.queue) + len(server.order) == num_sent
-    while server.queue:
-        server.serve()
-    assert len(set(map(id, server.order))) == num_sent
-    for number in range(3 * MAX_COST):
-        # Each new tenant starts at the clock of the others, so that old debts are dropped.
-        server.send(f"d{number}", 2)
-        server.weights[f"d{number}"] = 1.0
-        server.served[f"d{number}"] = 0.0
-        server.serve()
-    assert server.queue.num_shares <= 5
-
-
 def test_one_request_does_not_wait_for_a_flood_of_another_tenant() -> None:
     server = Server({"many": 1.0, "one": 1.0})
     for _ in range(100):
@@ -149,18 +252,6 @@ def test_a_newcomer_starts_at_the_clock_of_those_that_are_served() -> None:
     queue.close_share(short)
     long.time += 18_000
     assert queue.open_share("new").time == long.time
-
-
-def test_a_tenant_whose_items_were_removed_is_not_next() -> None:
-    queue = FairQueue[Item]()
-    gone, back = queue.open_share("gone"), queue.open_share("back")
-    for share in (gone, back):
-        queue.insert(Item((0, 1), share, 1))
-    queue.clear()
-    assert not queue.has_first
-    item = Item((0, 2), back, 1)
-    queue.insert(item)
-    assert queue.first is item
 
 
 class Member:

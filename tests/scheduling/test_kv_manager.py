@@ -1,13 +1,22 @@
+"""Blocks of sequences: admission, forks, swaps, and prefixes in every tier."""
+
 from __future__ import annotations
 
-import pytest
+from array import array
 
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from cluster.scheduling.device_tier import BlockKey, DeviceTier
 from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions, Refusal
-from cluster.scheduling.sequence import Swapped
+from cluster.scheduling.sequence import Sequence, Swapped
 from pagedray.batch import BlockCopy
-from tests.scheduling.kv_sequences import (
+from tests.scheduling.builders import (
     admit,
+    make_active,
     make_manager,
+    make_request,
     make_sequences,
     run_prompt,
     swap_in,
@@ -352,3 +361,295 @@ def test_a_tier_needs_the_one_above_it(
     assert (kv.device.is_enabled, kv.cpu.is_enabled, kv.disk is not None) == tiers
     # Sequences may be swapped out without a cache.
     assert kv.cpu_pool.num_blocks == num_cpu_blocks
+
+
+def evict_all(kv: KvManager, step: int) -> list[BlockCopy]:
+    """Have all cached blocks evicted by `step`, and take their copies as done."""
+    for block in [kv.pool.allocate() for _ in range(kv.pool.num_free)]:
+        kv.pool.release(block)
+    evictions, _ = kv.take_copies(step)
+    kv.acknowledge(step)
+    return evictions
+
+
+def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
+    """Compute a prompt, which was finite, and have its blocks evicted."""
+    run_prompt(kv, sequence)
+    sequence.token_ids = sequence.token_ids + array("I", [0])
+    kv.mark_verified(sequence)
+    kv.release(sequence)
+    return evict_all(kv, 0)
+
+
+def test_evicted_prefix_is_copied_back() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    evictions = run_and_evict(kv, make_sequences(10)[0])
+    (second,) = make_sequences(10)
+    assert admit(kv, second, num_tokens=10) == Admitted(awaits_copies=True)
+    assert second.num_computed == 8
+    _, restores = kv.take_copies(1)
+    assert {copy.source for copy in restores} == {copy.target for copy in evictions}
+    assert [copy.target for copy in restores] == list(second.blocks.ids[:2])
+    # Its beginning was evicted last.
+    assert [copy.source for copy in restores] == [copy.target for copy in reversed(evictions)]
+
+
+def test_blocks_on_their_way_back_are_shared_and_awaited() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    run_and_evict(kv, make_sequences(10)[0])
+    second, third, fourth = (make_sequences(10)[0] for _ in range(3))
+    assert admit(kv, second, num_tokens=10)
+    kv.take_copies(1)
+    assert admit(kv, third, num_tokens=10) == Admitted(awaits_copies=True)
+    assert third.blocks.ids == second.blocks.ids
+    assert kv.take_copies(2) == ([], [])
+    kv.acknowledge(1)
+    assert admit(kv, fourth, num_tokens=10) == Admitted()
+
+
+def test_blocks_that_were_on_their_way_back_to_dead_ranks_are_not_awaited_again() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    run_and_evict(kv, make_sequences(10)[0])
+    (second,) = make_sequences(10)
+    assert admit(kv, second, num_tokens=10)
+    kv.take_copies(1)
+    kv.clear()
+    second.drop_blocks()
+    (third, fourth) = (make_sequences(10)[0] for _ in range(2))
+    run_prompt(kv, third)
+    assert admit(kv, fourth, num_tokens=10) == Admitted()
+    assert fourth.num_computed == 8
+
+
+def test_blocks_without_finite_logits_are_not_kept_when_they_are_evicted() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    kv.release(sequence)
+    assert evict_all(kv, 0) == []
+
+
+def test_forgotten_blocks_are_not_copied_back() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    (first,) = make_sequences(10)
+    run_and_evict(kv, first)
+    kv.forget_blocks(first)
+    (second,) = make_sequences(10)
+    assert admit(kv, second, num_tokens=10)
+    assert second.num_computed == 0
+    assert kv.cpu_pool.num_idle == 0
+
+
+def test_prefix_of_another_tenant_is_not_copied_back() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    run_and_evict(kv, make_sequences(10)[0])
+    (other,) = make_sequences(10, tenant="other")
+    assert admit(kv, other, num_tokens=10) == Admitted()
+    assert other.num_computed == 0
+
+
+def test_a_preempted_sequence_takes_the_place_of_cached_blocks() -> None:
+    kv = make_manager(num_cpu_blocks=3, has_cpu_cache=True)
+    run_and_evict(kv, make_sequences(12)[0])
+    assert (kv.cpu_pool.num_free, kv.cpu_pool.num_idle) == (3, 3)
+    (running,) = make_sequences(10, tenant="other")
+    run_prompt(kv, running)
+    assert kv.can_swap_out(running)
+    assert len(swap_out(kv, running, step=1)) == 3
+    assert kv.cpu_pool.num_idle == 0
+    (second,) = make_sequences(12)
+    assert admit(kv, second, num_tokens=12)
+    assert second.num_computed == 0
+
+
+def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None:
+    kv = make_manager(num_blocks=3, num_cpu_blocks=4, has_cpu_cache=True)
+    run_and_evict(kv, make_sequences(10)[0])
+    (other,) = make_sequences(10, tenant="other")
+    run_prompt(kv, other)
+    other.token_ids = other.token_ids + array("I", [0])
+    kv.mark_verified(other)
+    kv.release(other)
+    kv.take_copies(1)
+    kv.acknowledge(1)
+    # The blocks of the other one are evicted for it in the same plan.
+    (second,) = make_sequences(10)
+    assert admit(kv, second, num_tokens=10)
+    evictions, restores = kv.take_copies(2)
+    assert len(evictions) == len(restores) == 2
+    assert not {copy.target for copy in evictions} & {copy.source for copy in restores}
+
+
+def test_no_block_is_copied_back_that_the_device_has_behind_a_missing_one() -> None:
+    kv = make_manager(has_cpu_cache=True)
+    assert kv.cpu is not None
+    first, second = (make_sequences(13)[0] for _ in range(2))
+    run_prompt(kv, first)
+    keys, blocks = first.blocks.keys, first.blocks.ids
+    kv.release(first)
+    for key, block in zip(keys, blocks, strict=False):
+        kv.cpu.save_block(key, block)
+    kv.take_copies(0)
+    kv.acknowledge(0)
+    # The second of three is left on the device.
+    for block in (blocks[0], blocks[2]):
+        kv.device.forget_block(block)
+    assert admit(kv, second, num_tokens=13)
+    _, restores = kv.take_copies(1)
+    assert [copy.target for copy in restores] == list(second.blocks.ids)
+    assert len(second.blocks.ids) == 1
+    assert kv.device.find_block(keys[1]) == blocks[1]
+
+
+BLOCK_SIZE = 2
+NUM_BLOCKS = 12
+
+
+class WatchedTier(DeviceTier):
+    """Counts look-ups."""
+
+    __slots__ = ("num_lookups",)
+
+    def __init__(self, kv: KvManager) -> None:
+        save = kv.cpu.save_block
+        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True, save=save)
+        self.num_lookups = 0
+
+    def find_block(self, key: BlockKey) -> int | None:
+        self.num_lookups += 1
+        return super().find_block(key)
+
+    def find_prefix(
+        self,
+        keys: list[BlockKey],
+        root: bytes,
+        token_ids: array[int],
+        *,
+        num_blocks: int,
+        block_size: int,
+    ) -> list[int]:
+        self.num_lookups += 1
+        return super().find_prefix(
+            keys, root, token_ids, num_blocks=num_blocks, block_size=block_size
+        )
+
+
+def make_watched_manager() -> tuple[KvManager, WatchedTier]:
+    options = KvOptions(
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        num_cpu_blocks=8,
+        enable_cpu_prefix_cache=False,
+    )
+    kv = KvManager(options, costs=None, max_num_tokens=100)
+    device = WatchedTier(kv)
+    kv.device, kv.pool = device, device.pool
+    return kv, device
+
+
+def make_sequence(token_ids: tuple[int, ...]) -> Sequence:
+    return make_active(make_request("r", token_ids, max_tokens=99)).sequences[0]
+
+
+def compute(kv: KvManager, sequence: Sequence) -> None:
+    """Take all known tokens of an admitted sequence as computed."""
+    sequence.blocks.extend(len(sequence.token_ids), kv.block_size)
+    sequence.num_computed = len(sequence.token_ids)
+    kv.register_blocks(sequence)
+
+
+def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
+    """Return whether a sequence can be admitted, by looking up its whole prefix."""
+    cache = kv.device
+    assert cache is not None
+    parent, num_shared = cache.root(""), 0
+    for first in range(0, len(sequence.token_ids) - BLOCK_SIZE, BLOCK_SIZE):
+        key = cache.key_after(parent, sequence.token_ids[first : first + BLOCK_SIZE])
+        block = cache.find_block(key)
+        if block is None:
+            break
+        parent = key.digest
+        num_shared += block not in kv.pool.idle_blocks
+    return kv.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
+
+
+PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,) * 11]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)),
+        min_size=30,
+        max_size=60,
+    )
+)
+def test_a_sequence_is_admitted_as_soon_as_there_is_room(
+    events: list[tuple[int, int, int]],
+) -> None:
+    kv, _ = make_watched_manager()
+    waiting = [make_sequence((*prompt, 0)) for prompt in PROMPTS]
+    running: list[Sequence] = []
+    for event, which, amount in events:
+        if event < 3:
+            # Others come, and compute the same prefixes.
+            other = make_sequence(PROMPTS[which])
+            if admit(kv, other, num_tokens=len(other.token_ids)):
+                compute(kv, other)
+                running.append(other)
+        elif event < 5 and running:
+            kv.release(running.pop(which % len(running)))
+        elif event == 5 and running:
+            kv.append(running[which % len(running)])
+        elif event == 6 and running and amount == 0:
+            kv.forget_blocks(running[which % len(running)])
+        elif event == 7 and running and kv.can_swap_out(running[-1]):
+            # Its blocks are in transit until step 1 is acknowledged.
+            swapped = running.pop()
+            swap_out(kv, swapped, step=1)
+            kv.release(swapped)
+        elif event == 8:
+            kv.acknowledge(1)
+        for sequence in waiting:
+            limits = {"num_tokens": len(sequence.token_ids), "num_spare": amount}
+            expected = has_room(kv, sequence, **limits)
+            assert bool(admit(kv, sequence, **limits)) == expected
+            if expected:
+                kv.release(sequence)
+
+
+def test_a_waiting_sequence_looks_up_its_prefix_once() -> None:
+    kv, cache = make_watched_manager()
+    first = make_sequence((1,) * 9)
+    assert admit(kv, first, num_tokens=9)
+    compute(kv, first)
+    kv.release(first)
+    running = make_sequence((2,) * 15)
+    assert admit(kv, running, num_tokens=15)
+    waiting = make_sequence((1,) * 10)
+    assert not admit(kv, waiting, num_tokens=10)
+    num_lookups = cache.num_lookups
+    assert num_lookups > 0
+    for _ in range(5):
+        assert not admit(kv, waiting, num_tokens=10)
+    assert cache.num_lookups == num_lookups
+    kv.release(running)
+    assert admit(kv, waiting, num_tokens=10)
+
+
+def test_a_waiting_sequence_finds_blocks_under_renewed_keys() -> None:
+    kv, _ = make_watched_manager()
+    bad, longer = make_sequence((1, 1, 2, 2, 3, 3, 4)), make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
+    for sequence in (bad, longer):
+        assert admit(kv, sequence, num_tokens=len(sequence.token_ids))
+        compute(kv, sequence)
+    waiting = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 7))
+    kv.release(longer)
+    kv.release(bad)
+    assert not admit(kv, waiting, num_tokens=9, num_spare=9)
+    # Three blocks are forgotten; of the fourth, which is not, only the key is renewed.
+    kv.forget_blocks(bad)
+    again = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
+    assert admit(kv, again, num_tokens=9)
+    compute(kv, again)
+    assert admit(kv, waiting, num_tokens=9, num_spare=6)

@@ -32,8 +32,7 @@ def crowded(preemption: Preemption, *, num_cpu_blocks: int = 8) -> Harness:
 def run_until_preemption(harness: Harness) -> StepPlan:
     """Return the plan that takes a row from the second sequence, without running it."""
     while True:
-        plan = harness.schedule()
-        assert plan is not None
+        plan = harness.plan()
         if any(sequence.num_preemptions for sequence in harness.sequences):
             return plan
         harness.settle()
@@ -51,8 +50,7 @@ def test_many_siblings_of_a_long_prompt_start_in_several_plans() -> None:
     harness.add([1] * num_tokens, n=10, max_tokens=20)
     num_starts: list[int] = []
     while sum(num_starts) < 10:
-        plan = harness.schedule()
-        assert plan is not None
+        plan = harness.plan()
         num_starts.append(len(plan.starts))
         harness.settle()
     assert num_starts == [1, 2, 2, 2, 2, 1]
@@ -61,11 +59,9 @@ def test_many_siblings_of_a_long_prompt_start_in_several_plans() -> None:
 def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
     harness = Harness(block_size=4)
     harness.add([1] * 6, n=3)
-    first = harness.schedule()
-    assert first is not None
+    first = harness.plan()
     assert len(first.starts) == 1
-    second = harness.schedule()
-    assert second is not None
+    second = harness.plan()
     leader = harness.sequences[0]
     # Neither their tokens nor the blocks that they share are sent again.
     tables = [start.block_ids for start in second.starts]
@@ -82,12 +78,10 @@ def test_siblings_wait_for_the_last_chunk_of_the_prompt() -> None:
     harness = Harness(max_num_batched_tokens=4)
     harness.add([1] * 9, n=2)
     for _ in range(3):
-        plan = harness.schedule()
-        assert plan is not None
+        plan = harness.plan()
         assert len(plan.sequences) == 1
         harness.settle()
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert len(plan.starts) == 1
 
 
@@ -105,8 +99,7 @@ def test_siblings_start_by_themselves_if_the_first_is_finished() -> None:
     request_id = harness.add([1] * 9, n=2)
     harness.step()
     harness.finish(request_id, 0)
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert plan.copies == []
     assert [s.first_position for s in plan.sequences] == [0]
     harness.drain()
@@ -129,8 +122,7 @@ def test_other_requests_do_not_wait_for_held_siblings() -> None:
     harness = Harness()
     harness.add([1] * 6, n=3)
     harness.add([2] * 6)
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert [known_tokens(start)[0] for start in plan.starts] == [1, 2]
 
 
@@ -153,8 +145,7 @@ def test_blocks_on_their_way_out_are_not_used_before_the_acknowledgement() -> No
     harness.collect()
     assert harness.schedule() is None
     harness.acknowledge()
-    following = harness.schedule()
-    assert following is not None
+    following = harness.plan()
     assert len(following.sequences) == 1
     assert set(following.sequences[0].new_block_ids) <= sources
 
@@ -195,8 +186,7 @@ def test_swapped_sequence_runs_only_after_its_blocks_are_back() -> None:
     harness.collect()
     assert harness.scheduler.stats().num_swapped == 1
     harness.acknowledge()
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert row in [sequence.row for sequence in plan.sequences]
     harness.drain()
 

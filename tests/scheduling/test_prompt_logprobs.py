@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import Scheduler
-from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
-from pagedray.config import SchedulerConfig
+from pagedray.batch import PromptLogprobs, StepOutput
 from pagedray.request import FinishReason, Request
-from pagedray.sampling_params import SamplingParams
+from tests.scheduling.builders import make_request, make_scheduler, plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,26 +84,11 @@ def run_step(scheduler: Scheduler) -> list[TokenEvent]:
     return events
 
 
-def new_scheduler(*, max_num_batched_tokens: int = 64) -> Scheduler:
-    return Scheduler(
-        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens),
-        kv=KvOptions(
-            block_size=4,
-            num_blocks=64,
-            num_cpu_blocks=0,
-            enable_cpu_prefix_cache=False,
-        ),
-        max_model_len=128,
-    )
-
-
 def started(grammar: FirstIsLate) -> Scheduler:
     """Return a scheduler whose request of two sequences has computed its prompt."""
-    scheduler = new_scheduler()
-    sampling = SamplingParams(max_tokens=3, n=2, ignore_eos=True, prompt_logprobs=0)
-    scheduler.add_request(
-        Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0, grammar=grammar)
-    )
+    scheduler = make_scheduler()
+    options = {"max_tokens": 3, "n": 2, "ignore_eos": True, "prompt_logprobs": 0}
+    scheduler.add_request(make_request("r", PROMPT, grammar=grammar, **options))
     assert run_step(scheduler) == []
     return scheduler
 
@@ -130,13 +113,12 @@ def test_a_sequence_that_ends_without_a_token_has_them_too() -> None:
 
 def test_a_prompt_that_is_computed_again_has_them_once() -> None:
     parts = (logprobs(1, 2), logprobs(3, 1))
-    scheduler = new_scheduler(max_num_batched_tokens=2)
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=0)
-    scheduler.add_request(Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0))
+    scheduler = make_scheduler(max_num_batched_tokens=2)
+    request = make_request("r", PROMPT, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    scheduler.add_request(request)
 
     def run_chunk(part: PromptLogprobs) -> list[TokenEvent]:
-        plan = scheduler.schedule()
-        assert isinstance(plan, StepPlan)
+        plan = plan_of(scheduler)
         output = StepOutput(plan.step, [7] * plan.num_sampled, prompt_logprobs=[part])
         return scheduler.update(output)
 
@@ -149,9 +131,8 @@ def test_a_prompt_that_is_computed_again_has_them_once() -> None:
 
 
 def test_a_prompt_that_is_computed_again_after_the_first_event_has_none() -> None:
-    scheduler = new_scheduler()
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
-    first = Request(id="first", prompt_token_ids=PROMPT, sampling=sampling, seed=0)
+    scheduler = make_scheduler()
+    first = make_request("first", PROMPT, max_tokens=3, ignore_eos=True, prompt_logprobs=0)
     scheduler.add_request(first)
     (event,) = run_step(scheduler)
     assert event.prompt_logprobs == (LOGPROBS,)
@@ -167,9 +148,8 @@ def test_a_prompt_that_is_computed_again_after_the_first_event_has_none() -> Non
 
 
 def test_nothing_is_kept_of_a_request_that_its_reader_finished() -> None:
-    scheduler = new_scheduler(max_num_batched_tokens=2)
-    sampling = SamplingParams(max_tokens=3, prompt_logprobs=0)
-    scheduler.add_request(Request(id="r", prompt_token_ids=PROMPT, sampling=sampling, seed=0))
+    scheduler = make_scheduler(max_num_batched_tokens=2)
+    scheduler.add_request(make_request("r", PROMPT, max_tokens=3, prompt_logprobs=0))
     assert run_step(scheduler) == []
     assert scheduler.finish_sequence("r", 0)
     assert scheduler._prompt_logprobs.requests == {}
@@ -177,15 +157,12 @@ def test_nothing_is_kept_of_a_request_that_its_reader_finished() -> None:
 
 
 def test_a_prompt_is_computed_without_cached_blocks() -> None:
-    scheduler = new_scheduler()
+    scheduler = make_scheduler()
     sizes = []
     for number, prompt_logprobs in enumerate((None, None, 0)):
-        sampling = SamplingParams(max_tokens=1, prompt_logprobs=prompt_logprobs)
-        scheduler.add_request(
-            Request(id=f"{number}", prompt_token_ids=(*PROMPT, 9), sampling=sampling, seed=0)
-        )
-        plan = scheduler.schedule()
-        assert isinstance(plan, StepPlan)
+        options = {"max_tokens": 1, "prompt_logprobs": prompt_logprobs}
+        scheduler.add_request(make_request(f"{number}", (*PROMPT, 9), **options))
+        plan = plan_of(scheduler)
         sizes.append(plan.chunks[0].num_tokens)
         scheduler.update(StepOutput(plan.step, [7]))
         scheduler.acknowledge(plan.step)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from array import array
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,13 +10,13 @@ from cluster.scheduling.scheduler import Deadlines
 from cluster.scheduling.sequence import ActiveRequest
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.errors import CapacityError, InvalidRequestError, OverloadedError, WorkerError
-from pagedray.request import FinishReason, Request
-from pagedray.sampling_params import SamplingParams
+from pagedray.request import FinishReason
+from tests.scheduling.builders import make_active, make_request, make_scheduler
 from tests.scheduling.fake_worker import EOS
 from tests.scheduling.harness import Harness
 
 if TYPE_CHECKING:
-    from cluster.scheduling.scheduler import Scheduler
+    pass
 
 N = 64
 NUM_TOKENS = 20_000
@@ -90,8 +89,7 @@ def test_urgent_request_starts_before_those_that_came_earlier() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add([1, 2])
     urgent = harness.add([4, 5, 6], priority=-1)
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert plan.starts[0].seed == harness.requests[urgent].seed
 
 
@@ -130,8 +128,7 @@ def test_worker_forbids_end_of_sequence_only_where_it_would_end() -> None:
     harness = Harness()
     harness.add([1], ignore_eos=False)
     harness.add([2], ignore_eos=True)
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert [start.eos_token_ids for start in plan.starts] == [(EOS,), ()]
 
 
@@ -243,17 +240,13 @@ def test_prompt_that_cannot_be_computed_is_rejected(prompt: list[int], message: 
     assert not harness.scheduler.has_work
 
 
-def test_second_request_of_the_same_id_is_rejected(scheduler: Scheduler) -> None:
-    request = Request(id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
+def test_second_request_of_the_same_id_is_rejected() -> None:
+    scheduler = make_scheduler()
+    request = make_request()
     scheduler.add_request(request)
     with pytest.raises(InvalidRequestError, match="'r' is already running"):
         scheduler.add_request(request)
     assert scheduler.num_waiting == 1
-
-
-@pytest.fixture
-def scheduler() -> Scheduler:
-    return Harness().scheduler
 
 
 def test_work_is_over_when_requests_have_ended_and_plans_are_collected() -> None:
@@ -293,20 +286,15 @@ def test_overdue_request_is_ended_and_not_started() -> None:
     assert [event.request_id for event in events] == [overdue]
     assert events[0].finish_reason is FinishReason.ABORT
     assert harness.expire(5.0) == []
-    plan = harness.schedule()
-    assert plan is not None
+    plan = harness.plan()
     assert [start.seed for start in plan.starts] == [harness.requests[other].seed]
 
 
-def test_deadline_of_an_ended_request_does_not_end_its_namesake(scheduler: Scheduler) -> None:
-    request = Request(
-        id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0, deadline_s=1.0
-    )
-    scheduler.add_request(request)
+def test_deadline_of_an_ended_request_does_not_end_its_namesake() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request(deadline_s=1.0))
     scheduler.abort_request("r")
-    scheduler.add_request(
-        Request(id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0, deadline_s=2.0)
-    )
+    scheduler.add_request(make_request(deadline_s=2.0))
     assert scheduler.expire_requests(1.5) == []
     assert len(scheduler.expire_requests(2.0)) == 1
 
@@ -375,13 +363,6 @@ def test_requests_end_at_their_deadlines_whichever_others_ended_before(seed: int
 def add(
     requests: dict[str, ActiveRequest], deadlines: Deadlines, number: int, *, deadline_s: float
 ) -> None:
-    request = Request(
-        id=str(number),
-        prompt_token_ids=(1,),
-        sampling=SamplingParams(),
-        seed=0,
-        deadline_s=deadline_s,
-    )
-    prompt = array("I", request.prompt_token_ids)
-    requests[request.id] = ActiveRequest(request, prompt=prompt, arrival=0, max_model_len=9)
+    request = make_request(str(number), deadline_s=deadline_s)
+    requests[request.id] = make_active(request)
     deadlines.add_request(request)

@@ -35,7 +35,9 @@ def make_harness(rng: random.Random) -> Harness:
     )
 
 
-def add_random(harness: Harness, rng: random.Random, *, structures: float) -> None:
+def add_random(
+    harness: Harness, rng: random.Random, *, structures: float, bad_values: float
+) -> None:
     """Add a request whose prefix others are likely to share; some follow a structure."""
     stem = rng.choice(([1] * 30, [1, 2] * 15, [2] * 30))
     prompt = stem[: rng.randint(0, 12)] + [rng.randint(0, 4) for _ in range(rng.randint(1, 6))]
@@ -50,7 +52,9 @@ def add_random(harness: Harness, rng: random.Random, *, structures: float) -> No
             min_tokens=rng.randint(0, max_tokens),
             ignore_eos=rng.random() < 0.6,
             stop_token_ids=rng.choice(((), (), (5,))),
+            deadline_s=rng.choice((None, None, None, 1.0)),
             bad_length=len(prompt) + rng.randint(0, 6) if rng.random() < 0.05 else None,
+            bad_position=rng.randint(0, 20) if rng.random() < bad_values else None,
             is_masked=structures > 0.0 and rng.random() < structures,
         )
 
@@ -61,7 +65,12 @@ def replace_worker(harness: Harness, rng: random.Random) -> None:
 
 
 def act(
-    harness: Harness, rng: random.Random, *, restrictions: float = 0.0, structures: float = 0.0
+    harness: Harness,
+    rng: random.Random,
+    *,
+    restrictions: float = 0.0,
+    structures: float = 0.0,
+    bad_values: float = 0.0,
 ) -> None:
     """Do one random operation that is possible; `restrictions` is the weight of one kind."""
     worker = harness.worker
@@ -76,14 +85,15 @@ def act(
             "end disk job",
             "abort",
             "finish",
+            "expire",
             "replace",
             "restrict",
         ),
-        (16, 50, 20, 20, 20, 15, 15, 1, 1, 0.3, restrictions),
+        (16, 50, 20, 20, 20, 15, 15, 1, 1, 0.5, 0.3, restrictions),
     )[0]:
         case "add":
             if len(harness.scheduler._table.requests) < 7:
-                add_random(harness, rng, structures=structures)
+                add_random(harness, rng, structures=structures, bad_values=bad_values)
         case "turn":
             harness.turn()
         case "schedule":
@@ -101,6 +111,8 @@ def act(
         case "abort":
             if harness.requests:
                 harness.abort(rng.choice(list(harness.requests)))
+        case "expire":
+            harness.expire(rng.choice((0.5, 1.0)))
         case "replace":
             replace_worker(harness, rng)
         case "restrict":
@@ -151,13 +163,13 @@ def live_with_disk(seed: int) -> Harness:
     return harness
 
 
-def live(seed: int, *, restrictions: float = 0.0, structures: float = 0.0) -> Harness:
+def live(seed: int, **weights: float) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
     harness = make_harness(rng)
     for _ in range(NUM_ACTIONS):
-        act(harness, rng, restrictions=restrictions, structures=structures)
-    if restrictions:
+        act(harness, rng, **weights)
+    if weights.get("restrictions"):
         harness.restrict(None)
     harness.drain()
     return harness
@@ -196,30 +208,26 @@ def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: in
         live_with_disk(seed)
 
 
-def test_barred_requests_lose_nothing_and_continue() -> None:
-    for seed in range(8):
+SOME_SEEDS = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seeds", SOME_SEEDS)
+def test_barred_requests_lose_nothing_and_continue(seeds: range) -> None:
+    for seed in seeds:
         live(seed, restrictions=5.0)
 
 
-@pytest.mark.slow
-def test_barred_requests_lose_nothing_and_continue_in_many_runs() -> None:
-    for seed in range(8, 100):
-        live(seed, restrictions=5.0)
-
-
-def test_late_masks_change_no_token_and_delay_no_sequence_forever() -> None:
-    assert num_late(range(8)) > 5
-
-
-@pytest.mark.slow
-def test_late_masks_change_no_token_in_many_runs() -> None:
-    assert num_late(range(8, 80)) > 50
-
-
-def num_late(seeds: range) -> int:
-    """Return how many masks came late in runs."""
+@pytest.mark.parametrize("seeds", SOME_SEEDS)
+def test_late_masks_change_no_token_and_delay_no_sequence_forever(seeds: range) -> None:
     runs = [live(seed, structures=0.6, restrictions=2.0 * (seed % 2)) for seed in seeds]
-    return sum(harness.num_late for harness in runs)
+    assert sum(harness.num_late for harness in runs) > 5
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 100), marks=pytest.mark.slow)])
+def test_no_new_request_finds_a_block_that_is_known_to_be_bad(seeds: range) -> None:
+    # The worker checks it.
+    runs = [live(seed, bad_values=0.3) for seed in seeds]
+    assert sum(len(harness.known_bad) for harness in runs) > 5
 
 
 def test_equal_runs_give_equal_plans() -> None:

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given
 
 from cluster.scheduling.device_tier import BlockKey, DeviceTier, PromptKeys
-from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
-from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Request
-from pagedray.sampling_params import SamplingParams
+from tests.scheduling.builders import make_request, make_scheduler, plan_of
 
 KEY = b"k" * 32
 BLOCK_SIZE = 2
@@ -177,35 +175,21 @@ def test_prefix_is_what_single_look_ups_find(
     assert known == keys
 
 
-def make_scheduler() -> Scheduler:
-    return Scheduler(
-        config=SchedulerConfig(max_num_batched_tokens=8192),
-        kv=KvOptions(
-            block_size=16,
-            num_blocks=1000,
-            num_cpu_blocks=0,
-            enable_cpu_prefix_cache=False,
-            hash_key=b"key",
-        ),
-        max_model_len=8192,
+def scheduler_and_requests(*names: str) -> tuple[Scheduler, list[Request]]:
+    scheduler = make_scheduler(
+        block_size=16, num_blocks=1000, max_num_batched_tokens=8192, max_model_len=8192
     )
+    return scheduler, [long_request(name) for name in names]
 
 
-def make_request(name: str, *, token_id: int = 1) -> Request:
-    return Request(
-        id=name,
-        prompt_token_ids=(token_id,) * NUM_TOKENS,
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        tenant="one",
-        cache_salt="salt",
-    )
+def long_request(name: str, *, token_id: int = 1) -> Request:
+    prompt = (token_id,) * NUM_TOKENS
+    return make_request(name, prompt, max_tokens=1, tenant="one", cache_salt="salt")
 
 
 def run(scheduler: Scheduler) -> int:
     """Run one step and return its number of tokens."""
-    plan = scheduler.schedule()
-    assert plan is not None
+    plan = plan_of(scheduler)
     scheduler.update(StepOutput(plan.step, [7]))
     scheduler.acknowledge(plan.step)
     return plan.num_tokens
@@ -214,8 +198,7 @@ def run(scheduler: Scheduler) -> int:
 def test_steps_hash_nothing_of_a_prompt_that_was_hashed_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheduler = make_scheduler()
-    requests = [make_request("first"), make_request("second")]
+    scheduler, requests = scheduler_and_requests("first", "second")
     prompts = [scheduler.prepare_prompt(request) for request in requests]
 
     # Nothing else can hash: there is no other hash with the key.
@@ -228,27 +211,23 @@ def test_steps_hash_nothing_of_a_prompt_that_was_hashed_before(
 
 
 def test_keys_are_those_that_steps_compute() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("first"))
+    scheduler, (first, request) = scheduler_and_requests("first", "second")
+    scheduler.add_request(first)
     run(scheduler)
-    request = make_request("second")
     scheduler.add_request(request, scheduler.prepare_prompt(request))
     assert run(scheduler) == 16
 
 
 def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
-    scheduler = make_scheduler()
-    first, second = make_request("first"), make_request("second")
+    scheduler, (first, second, again) = scheduler_and_requests("first", "second", "again")
     prompt = scheduler.prepare_prompt(second)
     scheduler.add_request(first)
-    plan = scheduler.schedule()
-    assert plan is not None
+    plan = plan_of(scheduler)
     # Its logits are not finite, so that no later request may find its blocks.
     scheduler.update(StepOutput(plan.step, [-1]))
     scheduler.acknowledge(plan.step)
     scheduler.add_request(second, prompt)
     assert run(scheduler) == NUM_TOKENS
-    again = make_request("again")
     scheduler.add_request(again)
     assert run(scheduler) == 16
 
@@ -286,4 +265,4 @@ def test_keys_hashed_while_others_are_renewed_are_of_the_revision_before() -> No
 @pytest.mark.parametrize("token_id", [2**31, -1])
 def test_prompt_with_an_invalid_token_is_rejected(token_id: int) -> None:
     with pytest.raises(InvalidRequestError, match="Token ids must be from 0 to 2147483647"):
-        make_scheduler().prepare_prompt(make_request("bad", token_id=token_id))
+        make_scheduler(max_model_len=8192).prepare_prompt(long_request("bad", token_id=token_id))

@@ -1,10 +1,13 @@
-"""A KV manager with few blocks, and sequences with the same tokens for it."""
+"""Schedulers, requests, and a KV manager with few blocks and sequences for it."""
 
 from array import array
+from typing import Any
 
 from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions
+from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import ActiveRequest, Sequence
-from pagedray.batch import BlockCopy
+from pagedray.batch import BlockCopy, StepPlan
+from pagedray.config import SchedulerConfig
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 
@@ -29,17 +32,50 @@ def make_manager(
     return KvManager(options, costs=None, max_num_tokens=100)
 
 
-def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Sequence]:
-    request = Request(
-        id="r",
-        prompt_token_ids=tuple(range(num_tokens)),
-        sampling=SamplingParams(n=n),
-        seed=0,
-        tenant=tenant,
+def make_scheduler(
+    *,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 128,
+    enable_prefix_cache: bool = True,
+) -> Scheduler:
+    """Return a scheduler without a CPU pool."""
+    return Scheduler(
+        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens),
+        kv=KvOptions(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_cpu_blocks=0,
+            enable_prefix_cache=enable_prefix_cache,
+            hash_key=b"key",
+        ),
+        max_model_len=max_model_len,
     )
-    return ActiveRequest(
-        request, prompt=array("I", request.prompt_token_ids), arrival=0, max_model_len=100
-    ).sequences
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    """Return the next plan, which there must be."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+# Any: fields of several types.
+def make_request(name: str = "r", prompt: tuple[int, ...] = (1,), **fields: Any) -> Request:
+    """Return a request; fields that `SamplingParams` has are for the sampling."""
+    names = SamplingParams.__struct_fields__
+    sampling = SamplingParams(**{one: fields.pop(one) for one in names if one in fields})
+    return Request(id=name, prompt_token_ids=prompt, sampling=sampling, seed=0, **fields)
+
+
+def make_active(request: Request, *, arrival: int = 0) -> ActiveRequest:
+    prompt = array("I", request.prompt_token_ids)
+    return ActiveRequest(request, prompt=prompt, arrival=arrival, max_model_len=100)
+
+
+def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Sequence]:
+    return make_active(make_request("r", tuple(range(num_tokens)), n=n, tenant=tenant)).sequences
 
 
 def admit(
