@@ -10,9 +10,8 @@ import os
 import sys
 import time
 
-from tests.simulation.run import failure_of
+from tests.simulation.run import failing_seeds, failure_of
 from tests.simulation.scenario import make_scenario, shrink
-from tests.simulation.seeds import failing_seeds
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import multiprocessing
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,20 +19,25 @@ from pagedray.sampling_params import SamplingParams
 from tests.fakes import unused_model
 from tests.scheduling.fake_worker import EOS, undisturbed
 from tests.scheduling.harness import RandomMasks
+from tests.simulation.scenario import make_scenario
 from tests.simulation.simulated_ranks import SimulatedRanks
 from tests.simulation.world import World
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.engine_client import EngineStream
     from tests.simulation.scenario import ClientPlan, Scenario
 
-__all__ = ["Outcome", "failure_of", "run_scenario"]
+
+__all__ = ["Outcome", "failing_seeds", "failure_of", "run_scenario"]
 
 _RETRY_S = 0.05
 _MOST_RETRIES = 2000
 _END_S = 300.0
 """By when every request must have ended."""
+_SEEDS_PER_CALL = 50
 
 
 @dataclass(slots=True)
@@ -328,3 +334,18 @@ def _config(scenario: Scenario) -> EngineConfig:
             itl_target_ms=scenario.itl_target_ms,
         ),
     )
+
+
+def failing_seeds(seeds: range, *, num_processes: int) -> Iterator[int]:
+    """Yield the seeds whose runs are wrong, in any order."""
+    parts = [
+        seeds[first : first + _SEEDS_PER_CALL] for first in range(0, len(seeds), _SEEDS_PER_CALL)
+    ]
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        for found in pool.imap_unordered(failing_seeds_of, parts):
+            yield from found
+
+
+def failing_seeds_of(seeds: range) -> list[int]:
+    """Return the seeds whose runs are wrong."""
+    return [seed for seed in seeds if failure_of(make_scenario(seed))]

@@ -2,11 +2,14 @@
 
 Rank 0 is the worker of `tests/scheduling/fake_worker.py`, which checks what it reads; the others
 acknowledge steps. Copies between the pools end up to a few steps after the step that has them, and
-the rank reports its reads and writes of files a while later.
+the rank reports its reads and writes of files a while later. Its sockets deliver bytes late and in
+pieces.
 """
 
 from __future__ import annotations
 
+import math
+import socket
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -14,16 +17,17 @@ import msgspec
 
 from pagedray.batch import DiskReport, StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
 from pagedray.channel import StepChannel
-from tests.simulation.controller_end import ControllerEnd
-from tests.simulation.virtual_socket import connect_sockets
+from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from pagedray.batch import ControllerMessage, SequencePlan, WorkerMessage
     from tests.scheduling.fake_worker import Block, FakeWorker
     from tests.simulation.scenario import ClientPlan, Scenario
     from tests.simulation.world import World
+
 
 __all__ = ["SimulatedRank"]
 
@@ -214,3 +218,152 @@ class SimulatedRank:
         self._channel.post(message)
         while not self._channel.flush():
             pass
+
+
+_HANG_S = 1.0
+"""Time after which a rank that does not answer counts as hung."""
+
+
+class ControllerEnd:
+    """Sends messages to a rank, and keeps what it has answered."""
+
+    def __init__(self, world: World, socket: VirtualSocket) -> None:
+        self._world = world
+        self._channel: StepChannel[ControllerMessage, WorkerMessage] = StepChannel(
+            socket,  # type: ignore[arg-type]  # it has what channels use
+            StepOutput | StepAck | DiskReport | WorkerFailure,
+        )
+        socket.on_arrival = self._note_news
+        self.has_news = False
+        """Whether something has arrived since this was last set to False."""
+        self.outputs: deque[StepOutput] = deque()
+        self.disk_reports: deque[DiskReport] = deque()
+        self.acknowledged_step = -1
+        self.hang_s = math.inf
+        """When the rank counts as hung unless it answers."""
+        self._posted_step = -1
+        self._num_disk_jobs = 0
+        """Reads and writes of plans that the rank has not reported."""
+
+    def post(self, message: StepPlan | StepMasks) -> None:
+        """Send a message to the rank. Raises WorkerError if it is gone."""
+        if math.isinf(self.hang_s):
+            self.hang_s = self._world.now_s() + _HANG_S
+        self._posted_step = message.step
+        if isinstance(message, StepPlan):
+            self._num_disk_jobs += bool(message.disk_reads) + bool(message.disk_writes)
+        self._channel.post(message)
+        while not self._channel.flush():
+            pass
+
+    def receive(self) -> None:
+        """Take what has arrived. Raises WorkerError if the rank is gone or has failed."""
+        for message in self._channel.received():
+            if isinstance(message, WorkerFailure):
+                raise WorkerError("A rank failed.", details=message.text)
+            assert isinstance(message, StepOutput | StepAck | DiskReport)
+            if isinstance(message, DiskReport):
+                self.disk_reports.append(message)
+                self._num_disk_jobs -= 1
+            elif isinstance(message, StepAck) or message.is_acknowledged:
+                assert message.step == self.acknowledged_step + 1
+                self.acknowledged_step = message.step
+            # One that only copies blocks is noticed too, since its process beats no more.
+            is_idle = self.acknowledged_step == self._posted_step and not self._num_disk_jobs
+            self.hang_s = math.inf if is_idle else self._world.now_s() + _HANG_S
+            if isinstance(message, StepOutput):
+                self.outputs.append(message)
+
+    def _note_news(self) -> None:
+        self.has_news = True
+
+
+_MOST_ACCEPTED = 100
+"""Bytes that a socket takes at once."""
+
+
+class VirtualSocket:
+    """One end. What was sent is cut anywhere; its pieces arrive in order."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, world: World, draws: random.Random, *, delay_s: float) -> None:
+        self._world = world
+        self._draws = draws
+        self._delay_s = delay_s
+        self._peer: VirtualSocket | None = None
+        self._arrived = bytearray()
+        self._last_arrival_s = 0.0
+        self._is_ended = False
+        """Whether the peer is gone, after what has arrived."""
+        self._is_closed = False
+        self.on_arrival: Callable[[], None] | None = None
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def fileno(self) -> int:
+        return 0
+
+    def send(self, data: bytes | memoryview) -> int:
+        """Take some of the bytes. Raises OSError if the peer is gone."""
+        peer = self._peer
+        assert peer is not None
+        if self._is_closed or self._is_ended or peer._is_closed:
+            raise BrokenPipeError("The peer is gone.")
+        taken = bytes(data[:_MOST_ACCEPTED])
+        first = 0
+        while first < len(taken):
+            size = len(taken)
+            if self._draws.random() < 0.3:
+                size = self._draws.randint(1, len(taken))
+            piece = taken[first : first + size]
+            first += size
+            self._deliver(lambda piece=piece: peer._arrive(piece))  # type: ignore[misc]
+        return len(taken)
+
+    def recv(self, size: int) -> bytes:
+        """Return what has arrived; nothing if the peer is gone. Raises BlockingIOError."""
+        if self._is_closed:
+            raise OSError("The socket is closed.")
+        if not self._arrived:
+            if self._is_ended:
+                return b""
+            raise BlockingIOError
+        chunk = bytes(self._arrived[:size])
+        del self._arrived[:size]
+        return chunk
+
+    def close(self) -> None:
+        """Close this end; the other reads end-of-file after some of what was sent."""
+        peer = self._peer
+        assert peer is not None
+        self._is_closed = True
+        self._world.call_later(self._draws.random() * self._delay_s, peer._end)
+
+    def _deliver(self, arrive: Callable[[], None]) -> None:
+        delay_s = self._draws.random() * self._delay_s
+        self._last_arrival_s = max(self._last_arrival_s, self._world.now_s() + delay_s)
+        self._world.call_at(self._last_arrival_s, arrive)
+
+    def _arrive(self, piece: bytes) -> None:
+        # What arrives after the end was cut off.
+        if self._is_ended or self._is_closed:
+            return
+        self._arrived += piece
+        if self.on_arrival is not None:
+            self.on_arrival()
+
+    def _end(self) -> None:
+        self._is_ended = True
+        if self.on_arrival is not None and not self._is_closed:
+            self.on_arrival()
+
+
+def connect_sockets(
+    world: World, draws: random.Random, *, delay_s: float
+) -> tuple[VirtualSocket, VirtualSocket]:
+    """Return two ends; bytes take at most `delay_s`, unless earlier ones arrive later."""
+    one, other = (VirtualSocket(world, draws, delay_s=delay_s) for _ in range(2))
+    one._peer, other._peer = other, one
+    return one, other
