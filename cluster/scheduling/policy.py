@@ -330,12 +330,12 @@ class SkippedSequences:
 
     @property
     def are_any(self) -> bool:
-        """Whether a sequence was passed and not yet put back."""
+        """Whether a sequence was skipped and not yet put back."""
         return bool(self._items)
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may be passed, which bounds the time of a step."""
+        """Whether no more may be skipped, which bounds the time of a step."""
         return len(self._items) >= _MAX_SKIPPED
 
     def skip(self, sequence: Sequence) -> None:
@@ -347,7 +347,7 @@ class SkippedSequences:
             self._queue.hide_share(sequence.share)
 
     def put_back(self) -> None:
-        """Put all passed sequences back into the queue."""
+        """Put all skipped sequences back into the queue."""
         for sequence in self._items:
             self._queue.insert(sequence)
 

@@ -154,8 +154,8 @@ class ActiveRequest:
         self.started_s = 0.0
         """When the first sequence of the request was first planned; 0 before."""
         self.num_cached_tokens = 0
-        is_described = sampling.prompt_logprobs is not None and 0 in request.open_indices
-        self.prompt_logprobs = list[PromptLogprobs]() if is_described else None
+        has_prompt_logprobs = sampling.prompt_logprobs is not None and 0 in request.open_indices
+        self.prompt_logprobs = list[PromptLogprobs]() if has_prompt_logprobs else None
         """Log-probabilities of the prompt until its first token is sampled; None if not needed."""
         self.sequences = [
             Sequence(self, index, arrival=arrival, max_model_len=max_model_len)

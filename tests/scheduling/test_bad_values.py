@@ -62,7 +62,7 @@ def test_nothing_is_found_that_was_computed_on_top_of_bad_values() -> None:
     assert num_hits(harness, [1] * 4 + [2] * 3) == 4
 
 
-def test_a_long_prompt_is_proven_by_its_first_token() -> None:
+def test_a_long_prompt_is_verified_by_its_first_token() -> None:
     harness = Harness(block_size=2)
     stem = [1] * 20
     harness.add(stem, max_tokens=50)
@@ -74,7 +74,7 @@ def test_a_long_prompt_is_proven_by_its_first_token() -> None:
     assert renewed != harness.sequences[0].blocks.keys[0].digest
 
 
-def test_what_continues_a_proven_prefix_is_still_found() -> None:
+def test_what_continues_a_verified_prefix_is_still_found() -> None:
     harness = Harness(block_size=2)
     stem = [1] * 6
     assert num_hits(harness, [*stem, 2, 2, 2]) == 0
@@ -97,7 +97,7 @@ def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(cache._invalidated) <= 3
 
 
-def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
+def test_a_sequence_that_is_finished_in_prefill_verifies_nothing() -> None:
     harness = Harness(block_size=2, max_num_batched_tokens=3)
     request_id = harness.add([0] * 6, bad_position=1)
     harness.schedule()
@@ -110,7 +110,7 @@ def test_a_sequence_that_is_finished_in_prefill_proves_nothing() -> None:
     harness.drain()
 
 
-def test_a_sequence_that_is_preempted_in_prefill_proves_nothing() -> None:
+def test_a_sequence_that_is_preempted_in_prefill_verifies_nothing() -> None:
     harness = Harness(block_size=2, num_blocks=8, max_num_batched_tokens=3)
     harness.add([1, 2], max_tokens=14)
     harness.step()
@@ -126,7 +126,7 @@ def test_a_sequence_that_is_preempted_in_prefill_proves_nothing() -> None:
     harness.drain()
 
 
-def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None:
+def test_a_sequence_that_is_finished_after_a_token_verifies_what_gave_it() -> None:
     harness = Harness(block_size=2)
     request_id = harness.add([0] * 6)
     harness.step()
@@ -137,7 +137,7 @@ def test_a_sequence_that_is_finished_after_a_token_proves_what_gave_it() -> None
     harness.drain()
 
 
-def test_a_sequence_proves_the_prompt_that_a_sibling_computed_and_left_unproven() -> None:
+def test_a_sequence_verifies_the_prompt_that_a_sibling_computed_and_left_unverified() -> None:
     harness = Harness(block_size=2)
     request_id = harness.add([0] * 6, n=2, max_tokens=1)
     harness.schedule()

@@ -110,7 +110,7 @@ def test_tenant_with_a_lone_surrogate_has_a_root() -> None:
     assert len(make_cache().root("\ud800")) == 32
 
 
-def test_blocks_are_not_proven_after_all_contents_were_lost() -> None:
+def test_blocks_are_not_verified_after_all_contents_were_lost() -> None:
     cache = make_cache()
     key = cache.key_after(cache.root("a"), tokens(1, 2))
     cache.add_block(key, 10)

@@ -296,7 +296,7 @@ def test_a_tenant_takes_rows_only_up_to_as_many_as_another_keeps() -> None:
         harness.step()
     rows = [s.share.tenant for s in harness.scheduler._table.running]
     assert sorted(rows) == ["many", "many", "one", "one"]
-    # The displaced ones do not lose their protection.
+    # The preempted ones do not lose their protection.
     assert all(s.num_preemptions == 0 for s in harness.sequences)
     harness.drain()
 

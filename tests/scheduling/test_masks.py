@@ -357,7 +357,7 @@ def test_a_sequence_that_is_aborted_while_its_masks_are_made_is_no_longer_late()
     assert steps.scheduler.stats().num_free_blocks == 64
 
 
-def test_a_sequence_that_is_barred_while_its_mask_is_late_starts_again() -> None:
+def test_a_sequence_that_is_quarantined_while_its_mask_is_late_starts_again() -> None:
     steps = Steps(has_other=True)
     steps.grammar.is_late = True
     plan, masked = steps.scheduler.schedule(), steps.scheduler.masked_step()

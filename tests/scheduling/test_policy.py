@@ -58,7 +58,7 @@ def test_sequence_whose_last_token_is_being_sampled_is_spared() -> None:
     assert choose_victim([first, last], first) is None
 
 
-def test_only_a_sequence_of_lower_priority_that_does_not_end_anyway_is_displaced() -> None:
+def test_only_a_sequence_of_lower_priority_that_does_not_end_anyway_is_preempted() -> None:
     head, equal, lower, ending = (
         make_sequence(arrival=arrival, priority=priority)
         for arrival, priority in enumerate((0, 0, 1, 2))
@@ -70,7 +70,7 @@ def test_only_a_sequence_of_lower_priority_that_does_not_end_anyway_is_displaced
     assert choose_preempted([equal, ending], head, num_own=2) is None
 
 
-def test_the_most_served_tenant_with_two_rows_more_is_displaced() -> None:
+def test_the_most_served_tenant_with_two_rows_more_is_preempted() -> None:
     head, *running = (make_sequence(arrival=arrival) for arrival in range(5))
     for sequence, (time, num_rows) in zip(
         running, ((5.0, 3), (9.0, 3), (7.0, 3), (20.0, 2)), strict=True
@@ -190,7 +190,7 @@ def make_table() -> SequenceTable:
     return SequenceTable(make_manager(), num_rows=8, backlog=backlog)
 
 
-def test_borrowers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> None:
+def test_overtakers_may_go_on_for_16_steps_after_each_time_they_hold_enough() -> None:
     guard = StarvationGuard(make_table())
     for first_step in (100, 200):
         steps = range(first_step, first_step + 20)
@@ -219,11 +219,11 @@ def passed_by_four(num_blocks: int) -> tuple[Harness, str]:
     return harness, large
 
 
-# Each borrower that loses its block leaves another one, which is kept free for it.
+# Each overtaker that loses its block leaves another one, which is kept free for it.
 @pytest.mark.parametrize(
     ("num_blocks", "preempted"), [(28, [0, 1, 1, 1]), (30, [1, 1, 1, 1])], ids=["some", "all"]
 )
-def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
+def test_only_as_many_overtakers_lose_their_blocks_as_needed_the_last_first(
     num_blocks: int, preempted: list[int]
 ) -> None:
     harness, large = passed_by_four(num_blocks)
@@ -237,7 +237,7 @@ def test_only_as_many_borrowers_lose_their_blocks_as_needed_the_last_first(
     assert [one.num_preemptions for one in overtakers] == preempted
 
 
-def test_a_sequence_that_lacks_only_a_row_takes_that_of_the_last_borrower() -> None:
+def test_a_sequence_that_lacks_only_a_row_takes_that_of_the_last_overtaker() -> None:
     harness = Harness(
         block_size=64,
         num_blocks=40,
@@ -252,7 +252,7 @@ def test_a_sequence_that_lacks_only_a_row_takes_that_of_the_last_borrower() -> N
     for _ in range(2):
         harness.add([3] * 10, max_tokens=100)
     harness.step()
-    # One that does not borrow takes the row, and leaves the blocks.
+    # One that does not overtake takes the row, and leaves the blocks.
     harness.abort(first)
     harness.add([4] * 10, max_tokens=100, priority=-1)
     for _ in range(BOUND):
@@ -289,7 +289,7 @@ def test_others_start_again_once_the_sequence_that_none_may_pass_is_aborted() ->
     harness.drain()
 
 
-def test_only_later_sequences_that_start_after_the_shortage_borrow() -> None:
+def test_only_later_sequences_that_start_after_the_shortage_overtake() -> None:
     table = make_table()
     guard = StarvationGuard(table)
     sequences = [make_sequence(arrival=arrival) for arrival in range(5)]

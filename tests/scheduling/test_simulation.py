@@ -212,7 +212,7 @@ SOME_SEEDS = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("seeds", SOME_SEEDS)
-def test_barred_requests_lose_nothing_and_continue(seeds: range) -> None:
+def test_quarantined_requests_lose_nothing_and_continue(seeds: range) -> None:
     for seed in seeds:
         live(seed, restrictions=5.0)
 

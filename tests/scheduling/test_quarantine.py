@@ -29,7 +29,7 @@ def make_harness(**options: object) -> Harness:
     return Harness(**{**given, **options})  # type: ignore[arg-type]  # options of several types
 
 
-def test_barred_requests_run_no_step() -> None:
+def test_quarantined_requests_run_no_step() -> None:
     harness = make_harness()
     first, second = harness.add([1, 2, 3], max_tokens=9), harness.add([4, 5], max_tokens=9)
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_barred_requests_run_no_step() -> None:
     )
 
 
-def test_a_request_that_arrives_barred_waits() -> None:
+def test_a_request_that_arrives_quarantined_waits() -> None:
     harness = make_harness()
     harness.restrict(set())
     harness.add([1, 2], n=2, max_tokens=4)
@@ -60,7 +60,7 @@ def test_a_request_that_arrives_barred_waits() -> None:
     harness.drain()
 
 
-def test_siblings_that_wait_for_a_barred_prompt_are_barred_too() -> None:
+def test_siblings_that_wait_for_a_quarantined_prompt_are_quarantined_too() -> None:
     harness = make_harness(max_num_batched_tokens=2)
     name = harness.add([1] * 9, n=3, max_tokens=4)
     harness.turn()
@@ -72,7 +72,7 @@ def test_siblings_that_wait_for_a_barred_prompt_are_barred_too() -> None:
     harness.drain()
 
 
-def test_a_death_while_some_are_barred_loses_nothing() -> None:
+def test_a_death_while_some_are_quarantined_loses_nothing() -> None:
     harness = make_harness()
     first, _ = harness.add([1, 2, 3], max_tokens=9), harness.add([4, 5], max_tokens=9)
     for _ in range(4):
