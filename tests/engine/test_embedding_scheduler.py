@@ -210,7 +210,7 @@ def test_tenants_without_calls_are_forgotten(opened: Callable[..., EngineLoop]) 
     for number in range(20):
         engine.submit_texts(request([1], tenant=f"tenant {number}")).result(TIMEOUT_S)
     # A tenant is remembered only until others were served as much.
-    assert engine._scheduler._table.waiting.num_shares <= 1
+    assert len(engine._scheduler._table.waiting._shares) <= 1
 
 
 def test_only_cut_vectors_that_were_normalized_are_again(opened: Callable[..., EngineLoop]) -> None:
