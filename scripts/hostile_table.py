@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.hostile.attacks.catalog import ATTACKS
+from tests.hostile.catalog import ATTACKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,10 +35,10 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:  # Any: as above
     yield f"`{results['command']}`, {results['cpu']}, {results['date']}:"
     yield ""
     yield (
-        "| attack | tokens alone, ms | beside, ms | ratio | ratio in process | health checks, ms | "
+        "| attack | tokens alone, ms | beside, ms | ratio | health checks, ms | "
         "memory, MiB | held after, MiB |"
     )
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name, attack in sorted(ATTACKS.items()):
         if name in results:
             yield _row(attack.name, results[name])
@@ -50,15 +50,9 @@ def _row(name: str, figures: dict[str, Any]) -> str:  # Any: as above
     before_mib, peak_mib, after_mib = figures["rss_mib"]
     grown_mib, kept_mib = max(0, peak_mib - before_mib), max(0, after_mib - before_mib)
     ratios = figures.get("gap_ratios", [round(beside / alone, 2)])
-    in_process = ""
-    if "engine_gaps_before" in figures:
-        alone_ms, beside_ms = (
-            figures[f"engine_gaps_{when}"]["p99_ms"] for when in ("before", "beside")
-        )
-        in_process = f"{beside_ms / alone_ms:.2f}"
     return (
         f"| {name} | {alone:.1f} | {beside:.1f} | {', '.join(map(str, ratios))} | "
-        f"{in_process} | {health:.0f} | {grown_mib} | {kept_mib} |"
+        f"{health:.0f} | {grown_mib} | {kept_mib} |"
     )
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from tests.hostile.engine_work import EngineWork
 
 __all__ = ["Attack", "Findings", "Target"]
 
@@ -33,34 +29,29 @@ class Findings:
     """Violations that the attacker achieved, one sentence for each."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attack(ABC):
-    """One kind of hostile client. It runs in a process of its own, so its instance is pickled."""
+    """One kind of hostile client. It runs in a process of its own, so it is pickled."""
 
-    name: ClassVar[str]
+    name: str
     """In words, as in the report."""
-    arguments: ClassVar[tuple[str, ...]] = ()
+    arguments: tuple[str, ...] = ()
     """Further arguments of `pagedray serve`."""
-    is_bounded: ClassVar[bool] = True
+    is_bounded: bool = True
     """Whether the server bounds the time and memory that it costs; otherwise a gateway must."""
-    has_keys: ClassVar[bool] = True
+    has_keys: bool = True
     """Whether the server requires keys."""
-    max_descriptors: ClassVar[int | None] = None
+    max_descriptors: int | None = None
     """The limit of open files of the server; None is that of this process."""
-    fast_s: ClassVar[float] = 0.25
+    fast_s: float = 0.25
     """How long it runs in its short form."""
-    full_s: ClassVar[float] = 5.0
+    full_s: float = 5.0
     """How long it runs in `make test-hostile`."""
-    max_growth_mib: ClassVar[float] = 64.0
+    max_growth_mib: float = 64.0
     """The server's memory beyond that before the attack."""
-    max_left_mib: ClassVar[float] = 64.0
+    max_left_mib: float = 64.0
     """What of it may still be held a few seconds after the attack."""
-    max_log_lines: ClassVar[int] = 20
-    max_failed_checks: ClassVar[int] = 0
-    """Health checks of honest clients that may fail."""
-
-    engine_work: ClassVar[EngineWork | None] = None
-    """For attacks that are valid work of the model alone. Times between tokens are then compared
-    with those beside the same work without frontends."""
+    max_log_lines: int = 20
 
     @abstractmethod
     def run(self, target: Target, seconds: float) -> Findings:

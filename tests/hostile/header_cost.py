@@ -17,9 +17,8 @@ import psutil
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.serving.rpc.server import CHANNEL_OPTIONS
-from tests.hostile.attacks.connections.http2.header_bombs import HeaderBombs
-from tests.hostile.attacks.connections.http2.unacknowledged_bombs import UnacknowledgedBombs
 from tests.hostile.http2 import Http2Connection
+from tests.hostile.http2_attacks import HTTP2_ATTACKS, HeaderBombs
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,7 +30,9 @@ _QUIET_S = 0.02
 def main() -> None:
     """Print a row for each kind of bomb."""
     print("| attack | KiB | CPU ms | MiB | (of each connection) |")
-    for attack in (HeaderBombs(), UnacknowledgedBombs()):
+    for attack in HTTP2_ATTACKS.values():
+        if not isinstance(attack, HeaderBombs):
+            continue
         data = attack.data()
         cpu_ms, mib = _cost(data, acknowledges=attack.acknowledges)
         print(f"| {attack.name} | {len(data) / 1024:.0f} | {cpu_ms:.1f} | {mib:.2f} |")

@@ -12,10 +12,8 @@ import httpx
 import pytest
 
 from tests.hostile.attack import Target
-from tests.hostile.attacks.calls.long_texts import LongTexts
-from tests.hostile.attacks.catalog import ATTACKS
-from tests.hostile.hostile_server import HostileServer, ServerOptions
-from tests.hostile.trial import Trial, attacker_process
+from tests.hostile.catalog import ATTACKS
+from tests.hostile.trial import HostileServer, ServerOptions, Trial, attacker_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +91,7 @@ def server_for() -> Iterator[Callable[[Attack], HostileServer]]:
 async def test_attack_harms_nobody_else(
     server_for: Callable[[Attack], HostileServer], attacker: ProcessPoolExecutor, name: str
 ) -> None:
-    attack = ATTACKS[name]()
+    attack = ATTACKS[name]
     trial = Trial(server_for(attack), attacker)
     await trial.warm_up(0.0)
     outcome = await trial.run(attack, seconds=attack.fast_s, before_s=0.0, after_s=0.0)
@@ -103,7 +101,7 @@ async def test_attack_harms_nobody_else(
 def test_long_prompts_are_answered_beside_those_of_another_tenant(
     server_for: Callable[[Attack], HostileServer], attacker: ProcessPoolExecutor
 ) -> None:
-    attack = LongTexts()
+    attack = ATTACKS["long_texts"]
     server = server_for(attack)
     measured = server.measured
     target = Target(

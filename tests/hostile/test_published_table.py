@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from scripts.hostile_table import DOCUMENT, RESULTS, document_with_table
-from tests.hostile.attacks.catalog import ATTACKS
+from tests.hostile.catalog import ATTACKS
 
 
 def test_document_has_the_published_results() -> None:

@@ -9,14 +9,15 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 import pytest
 
 from tests.hostile.attack import Target
-from tests.hostile.floods.post_flood import PostFlood
+from tests.hostile.floods import PostFlood
 from tests.load.report import times_ms
 from tests.load.tenant_keys import write_keys
 from tests.system.models.test_rerank import DOCUMENTS, QUERY, save_qwen3
@@ -31,41 +32,23 @@ _MAX_GROWTH_MIB = 128.0
 """The queue's pairs, bodies being read, and the largest step's tensors."""
 
 
-class ManyDocuments(PostFlood):
-    """As many documents as a list may have."""
-
-    name = "2 048 documents"
-    path = "/v1/rerank"
-    allowed = frozenset(("200", "400", "413", "429"))
-    document: ClassVar[str] = "no, yes"
-    num_documents: ClassVar[int] = 2048
-
-    def body(self) -> bytes:
-        """Return a request for the scores of all documents."""
-        documents = [self.document] * self.num_documents
-        return json.dumps({"model": "reranker", "query": QUERY, "documents": documents}).encode()
+def _body(documents: list[object]) -> bytes:
+    return json.dumps({"model": "reranker", "query": QUERY, "documents": documents}).encode()
 
 
-class LongDocuments(ManyDocuments):
-    """Documents that leave the context no room."""
-
-    name = "64 documents of 16 KB"
-    document = "yes no " * 2400
-    num_documents = 64
-
-
-class InvalidDocuments(ManyDocuments):
-    """A list whose last entry is a number."""
-
-    name = "documents of which one is no text"
-    allowed = frozenset(("400", "413", "429"))
-
-    def body(self) -> bytes:
-        """Return a request that is rejected after all of it has been read."""
-        documents: list[object] = [self.document] * self.num_documents
-        return json.dumps(
-            {"model": "reranker", "query": QUERY, "documents": [*documents[1:], 1]}
-        ).encode()
+_FLOOD = PostFlood(
+    name="2 048 documents",
+    path="/v1/rerank",
+    body=lambda: _body(["no, yes"] * 2048),
+    allowed=frozenset(("200", "400", "413", "429")),
+)
+_LONG = replace(_FLOOD, name="64 documents of 16 KB", body=lambda: _body(["yes no " * 2400] * 64))
+_INVALID = replace(
+    _FLOOD,
+    name="documents of which one is no text",
+    body=lambda: _body(["no, yes"] * 2047 + [1]),
+    allowed=frozenset(("400", "413", "429")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +88,9 @@ def _score_until(end_s: float, url: str, key: str) -> tuple[list[float], list[li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [ManyDocuments, LongDocuments, InvalidDocuments])
+@pytest.mark.parametrize("flood", [_FLOOD, _LONG, _INVALID], ids=lambda flood: flood.name)
 def test_an_honest_tenant_gets_its_scores_beside_a_flood(
-    scoring: tuple[ServerProcess, dict[str, str]], kind: type[ManyDocuments]
+    scoring: tuple[ServerProcess, dict[str, str]], flood: PostFlood
 ) -> None:
     server, given = scoring
     process = psutil.Process(server.pid)
@@ -116,11 +99,11 @@ def test_an_honest_tenant_gets_its_scores_beside_a_flood(
     target = Target(http_port=server.http_port, grpc_port=server.grpc_port, key=given["hostile"])
     with ExitStack() as stack:
         attacker = stack.enter_context(ThreadPoolExecutor(1))
-        attacking = attacker.submit(kind().run, target, _ATTACK_S)
+        attacking = attacker.submit(flood.run, target, _ATTACK_S)
         beside_s, beside = _score_until(time.monotonic() + _ATTACK_S, server.url, given["honest"])
         findings = attacking.result()
     grown_mib = (process.memory_info().rss - before_bytes) / 2**20
-    print(kind.name, times_ms(alone_s), times_ms(beside_s), f"{grown_mib:.0f} MiB", findings)
+    print(flood.name, times_ms(alone_s), times_ms(beside_s), f"{grown_mib:.0f} MiB", findings)
     assert findings.broken == ()
     for scores in (*alone, *beside):
         assert scores == pytest.approx(alone[0], abs=1e-5)

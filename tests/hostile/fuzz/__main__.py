@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.hostile.fuzz.corpus_file import write_corpus
-from tests.hostile.fuzz.session import Session
+from tests.hostile.fuzz.session import Session, write_corpus
 from tests.hostile.fuzz.target import target_names
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import sys
 
 import atheris
 
-from tests.hostile.fuzz.limits import run_within_limits
-from tests.hostile.fuzz.target import load_target
+from tests.hostile.fuzz.target import load_target, run_within_limits
 
 _PACKAGES = ["attention", "cluster", "pagedray", "workers"]
 

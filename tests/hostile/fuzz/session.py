@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -10,14 +11,73 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.hostile.fuzz.corpus_file import read_corpus
-from tests.hostile.fuzz.reached_lines import inputs_that_reach_more
 from tests.hostile.fuzz.target import load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
-__all__ = ["Session", "SessionResult"]
+__all__ = ["Session", "read_corpus", "write_corpus"]
+
+_ROOT = Path(__file__).parents[3]
+_FOLDERS = tuple(f"{_ROOT / name}/" for name in ("attention", "cluster", "pagedray", "workers"))
+
+Line = tuple[str, int, int]
+"""File, line, and the line before it."""
+
+
+def inputs_that_reach_more(
+    run: Callable[[bytes], None], inputs: Iterable[bytes]
+) -> Iterator[bytes]:
+    """Yield the inputs that pass from one line to another as no shorter one does, in order."""
+    known: set[Line] = set()
+    for one in sorted(set(inputs), key=lambda content: (len(content), content)):
+        found = _reached(run, one)
+        if not found <= known:
+            known |= found
+            yield one
+
+
+def _reached(run: Callable[[bytes], None], content: bytes) -> set[Line]:
+    found: set[Line] = set()
+    last: dict[FrameType, int] = {}
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        name = frame.f_code.co_filename
+        if not name.startswith(_FOLDERS):
+            return None
+        if event == "line":
+            found.add((name, frame.f_lineno, last.get(frame, 0)))
+            last[frame] = frame.f_lineno
+        elif event == "return":
+            last.pop(frame, None)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]  # a local trace function has the same form
+    try:
+        run(content)
+    finally:
+        sys.settrace(before)
+    return found
+
+
+_FOLDER = Path(__file__).parent / "corpus"
+
+
+def read_corpus(name: str) -> list[bytes]:
+    """Return the inputs of a target; none if it has no file."""
+    path = _FOLDER / f"{name}.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line).encode("latin-1") for line in path.read_text("ascii").splitlines()]
+
+
+def write_corpus(name: str, inputs: Iterable[bytes]) -> None:
+    """Replace the inputs of a target."""
+    lines = sorted(json.dumps(one.decode("latin-1")) + "\n" for one in set(inputs))
+    (_FOLDER / f"{name}.jsonl").write_text("".join(lines), "ascii")
+
 
 _NUM_INPUTS = re.compile(r"stat::number_of_executed_units: +(\d+)")
 _ARTIFACT = re.compile(r"Test unit written to (\S+)")

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hostile.fuzz.corpus_file import read_corpus
-from tests.hostile.fuzz.limits import run_within_limits
-from tests.hostile.fuzz.session import Session
-from tests.hostile.fuzz.target import Target, load_target, target_names
+from tests.hostile.fuzz.session import Session, read_corpus
+from tests.hostile.fuzz.target import Target, load_target, run_within_limits, target_names
 
 if TYPE_CHECKING:
     from pathlib import Path

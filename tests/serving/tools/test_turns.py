@@ -31,7 +31,7 @@ from pagedray.errors import InvalidRequestError
 from pagedray.reasoning import AnswerHeader, Reasoning
 from pagedray.request import FinishReason
 from pagedray.structure import Structure
-from tests.hostile.fuzz.targets.tool_calls import TARGET
+from tests.hostile.fuzz.targets.tool_calls import TOOL_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -49,8 +49,8 @@ TOOLS = [
     Tool(name="add", parameters={"properties": {"x": {"type": "number"}}}),
 ]
 SCHEMA = Structure(kind="json_schema", text='{"type": "object"}')
-PARTS = ("<think>", "</think>", "<th", "\n", " ", *(word.decode() for word in TARGET.words))
-SEEDS = tuple(seed[2:].decode(errors="replace") for seed in TARGET.seeds)
+PARTS = ("<think>", "</think>", "<th", "\n", " ", *(word.decode() for word in TOOL_CALLS.words))
+SEEDS = tuple(seed[2:].decode(errors="replace") for seed in TOOL_CALLS.seeds)
 
 
 class CharacterTokens:

@@ -1,12 +1,14 @@
-"""Tool calls in the text of a model, in pieces."""
+"""Reasoning and tool calls in the text of a model, in pieces."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
+from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.tools.json_calls import ListReader, NamedReader
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS, turn_reader
+from pagedray.reasoning import Reasoning
 from tests.hostile.fuzz.target import Target
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ _TOOLS: dict[str, dict[str, object]] = {
 _NUM_FORMATS = len(TOOL_CALL_FORMATS) + 2
 
 
-def run(data: bytes) -> None:
+def run_tool_calls(data: bytes) -> None:
     """Read the same from one piece as from small ones, whose length the second byte gives."""
     if len(data) < 2:
         return
@@ -89,8 +91,8 @@ def _seed(name: str, size: int, text: bytes) -> bytes:
     return bytes((names.index(name), size)) + text
 
 
-TARGET = Target(
-    run=run,
+TOOL_CALLS = Target(
+    run=run_tool_calls,
     seeds=(
         _seed(
             "hermes", 2, b"I look.\n<tool_call>\n" + _CALL + b"\n</tool_call> <tool_call>" + _CALL
@@ -134,4 +136,52 @@ TARGET = Target(
         *(b"'", b'"""', b"\\ud83d", b"\\ude00", b"null", b"None", b"True", b"NaN", b"1e999", b"\n"),
         *_DEEPSEEK.values(),
     ),
+)
+
+
+_MARKS = (
+    ("<think>", "</think>"),
+    ("Here is my thought process:", "Here is my response:"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+def run_reasoning(data: bytes) -> None:
+    """Read the same from one piece as from small ones, whose length the second byte gives."""
+    if len(data) < 2:
+        return
+    begin, end = _MARKS[data[0] % len(_MARKS)]
+    reasoning = Reasoning(begin=begin, end=end, is_open=data[0] >= 128)
+    text = data[2:].decode("utf-8", "replace")
+    size = 1 + data[1] % 16
+    pieces = [text[first : first + size] for first in range(0, len(text), size)]
+    whole, parts = _reasoning_read(reasoning, [text]), _reasoning_read(reasoning, pieces or [""])
+    assert whole == parts, f"{whole} from one piece, {parts} from pieces of {size}"
+    # Nothing is invented, and only blanks and marks are left out.
+    assert len(whole[0]) + len(whole[1]) <= len(text)
+    assert whole[0] in text
+    assert text.endswith(whole[1])
+
+
+def _reasoning_read(reasoning: Reasoning, pieces: list[str]) -> tuple[str, str]:
+    """Return the reasoning and what follows it."""
+    reader = ReasoningReader(reasoning)
+    found = [
+        reader.read_piece(piece, is_last=number == len(pieces))
+        for number, piece in enumerate(pieces, 1)
+    ]
+    return "".join(one for one, _ in found), "".join(rest for _, rest in found)
+
+
+REASONING = Target(
+    run=run_reasoning,
+    seeds=(
+        b"\x00\x02<think>\nI look.\n</think>\n\nYes.",
+        b"\x81\x03\n Here is my thought process: a  b Here is my response: c",
+        b"\x80\x01so</think>",
+        b"\x02\x00x [THINK]y[/THINK]",
+        b"\x00\x05\n\n<think></think> ",
+    ),
+    words=(*(mark.encode() for marks in _MARKS for mark in marks), b"\n\n", b"</", b" "),
+    max_bytes=512,
 )
