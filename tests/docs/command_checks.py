@@ -12,9 +12,11 @@ import io
 import json
 import re
 import runpy
+import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from cluster.cli.parser import make_parser
 from cluster.serving.admin.openapi import openapi_document
@@ -37,6 +40,9 @@ _EXAMPLES = {"FAULT": FAULTS[0].__name__}
 """What stands for the values that a reader chooses."""
 _PARSE_ARGS = argparse.ArgumentParser.parse_args
 _KINDS = ("service", "pod", "deployment", "rayservice", "raycluster")
+_PATHS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md")
+_CONTINUED = re.compile(r"\\\n\s*")
+_COMMENT = re.compile(r"(^|\s)# .*$", re.MULTILINE)
 
 
 def check_command(words: Sequence[str]) -> None:
@@ -214,3 +220,45 @@ CHECKS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "serve": _serve,
     "taskset": _taskset,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block of code."""
+
+    path: str
+    """The document, from the root."""
+    language: str
+    """What follows the fence; empty for an indented block."""
+    text: str
+
+    @property
+    def key(self) -> str:
+        """The document and the first line, by which tables name the block."""
+        return f"{self.path}: {self.text.strip().splitlines()[0]}"
+
+    def commands(self) -> list[list[str]]:
+        """Return the words of each command of a shell's block."""
+        text = _COMMENT.sub("", _CONTINUED.sub(" ", self.text))
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="\n&|;<>")
+        lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+        commands: list[list[str]] = [[]]
+        for word in lexer:
+            if set(word) <= set("\n&|;"):
+                commands.append([])
+            else:
+                commands[-1].append(word)
+        return [words for words in commands if words]
+
+
+def _blocks() -> Iterator[Block]:
+    markdown = MarkdownIt()
+    paths = {path for pattern in _PATHS for path in ROOT.glob(pattern)}
+    for path in sorted(paths):
+        for token in markdown.parse(path.read_text()):
+            if token.type in ("fence", "code_block"):
+                name = str(path.relative_to(ROOT))
+                yield Block(path=name, language=token.info.strip(), text=token.content)
+
+
+BLOCKS = tuple(_blocks())

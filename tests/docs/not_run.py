@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from tests.docs.blocks import Block
+from tests.docs.command_checks import Block
 
 _CLUSTER = "needs a Kubernetes cluster"
 _GPU = "needs a GPU"
