@@ -4,8 +4,6 @@ import torch
 
 from attention.params import KV_CACHE_DTYPES, AttentionParams, AttentionType
 
-__all__ = ["as_cached", "dense_attention", "relative_error", "sinks_of"]
-
 
 def dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

@@ -16,20 +16,6 @@ from attention.abstract import (
 from tests.attention.dense_reference import relative_error
 from tests.attention.rig import TOLERANCE, Rig, RigSequence, params_of
 
-__all__ = [
-    "BLOCK_SIZES",
-    "FEATURES",
-    "HEAD_COUNTS",
-    "HEAD_SIZES",
-    "NEEDS_GPU",
-    "check_graph_inputs",
-    "check_replays",
-    "check_waits_for_nothing",
-    "gpu_rig",
-    "heads_of",
-    "run_steps",
-]
-
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -14,16 +14,15 @@ import argparse
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from attention.abstract import AttentionParams, AttentionType
+from attention.abstract import AttentionBackend, AttentionParams, AttentionType
 from attention.selector import select_backend
 from tests.attention.gpu_steps import (
     BLOCK_SIZES,
@@ -36,11 +35,6 @@ from tests.attention.gpu_steps import (
     run_steps,
 )
 from tests.attention.rig import TOLERANCE, Rig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attention.abstract import AttentionBackend
 
 BACKENDS = ("flashinfer", "xformers", "torch_sdpa", "hybrid")
 _TYPES = (AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER)

@@ -13,8 +13,6 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
-__all__ = ["patch_builtin"]
-
 
 # Any: parts of Triton that have no types.
 def patch_builtin(package: Any, builder: Any, scope: Any) -> None:

@@ -25,8 +25,6 @@ from attention.layer import Attention
 from attention.params import storage_dtype
 from tests.attention.dense_reference import as_cached, dense_attention, relative_error, sinks_of
 
-__all__ = ["TOLERANCE", "Rig", "RigSequence", "check_chunks", "params_of"]
-
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 # Both fp8 types read this byte as NaN.
 _NAN_BYTE = 0x7F

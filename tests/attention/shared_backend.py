@@ -8,8 +8,6 @@ from attention.gpu.layer_kernels import LayerSet
 from attention.gpu.metadata import GpuMetadataBuilder, define_op
 from attention.gpu.shared_kernels import SharedKernels
 
-__all__ = ["SharedBackend"]
-
 
 class _Builder(GpuMetadataBuilder):
     op = define_op("unified_shared_test")

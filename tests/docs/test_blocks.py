@@ -31,8 +31,7 @@ from cluster.serving.auth import KeyFile
 from cluster.serving.ray_serve.options import read_arguments
 from cluster.serving.ray_serve.replica_engine import TokensPolicy
 from tests.deploy.kustomize import render
-from tests.docs.command_checks import BLOCKS, Block
-from tests.docs.command_checks import check_command
+from tests.docs.command_checks import BLOCKS, Block, check_command
 from tests.docs.not_run import NOT_RUN, SLOW, is_run, is_slow
 from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, ServerProcess, ready_line

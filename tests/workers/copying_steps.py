@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pagedray.batch import StepMasks, StepOutput
-
-if TYPE_CHECKING:
-    from pagedray.batch import StepPlan
-
-__all__ = ["CopyingStep", "CopyingWorker"]
+from pagedray.batch import StepMasks, StepOutput, StepPlan
 
 
 class CopyingStep:

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-__all__ = ["DEVICES"]
-
 DEVICES = [
     "cpu",
     pytest.param(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["EXPERT_CASES"]
-
 EXPERT_CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe-renormalized": {
         "model_type": "qwen3_moe",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from workers.parallel.group import SoloGroup
 
-__all__ = ["LoneRank"]
-
 
 class LoneRank(SoloGroup):
     """Has the part of the model of one of several ranks; its sums are left to the test."""

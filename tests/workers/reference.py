@@ -6,7 +6,7 @@ import math
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +16,15 @@ from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.params import storage_dtype
 from pagedray.config import EngineConfig
+from pagedray.model_config import Dtype
 from tests.small_models.multimodal import TEXT_TYPES, multimodal_config, transformers_class
 from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.models.step_attention import CachedAttention
+from workers.parallel.group import ParallelGroup
 from workers.weights.load_weights import load_weights
-
-if TYPE_CHECKING:
-    from pagedray.model_config import Dtype
-    from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 23

@@ -6,8 +6,6 @@ from typing import Any
 
 from tests.workers.expert_cases import EXPERT_CASES
 
-__all__ = ["CASES", "EXPERT_PARALLEL_CASES", "TWO_RANK_CASES"]
-
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from pagedray.batch import RankLogLine, Shutdown, StepAck, StepOutput, StepPlan
 from pagedray.rank_progress import ProgressWord, RankReport
 from tests.workers.copying_steps import CopyingWorker
 from workers.rank_lifecycle import RankLog, serve_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PLANS = [StepPlan(step, []) for step in range(3)]
 

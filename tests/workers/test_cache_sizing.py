@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
+from pagedray.config import CacheSize
 from pagedray.errors import DeviceError
 from pagedray.machine import available_host_bytes
 from tests.system.server_process import TINY_LLAMA
@@ -16,9 +16,6 @@ from workers.memory_profile import cache_size, free_host_bytes, host_pool_bytes
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes
-
-if TYPE_CHECKING:
-    from pagedray.config import CacheSize
 
 GIB = 2**30
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
-from pagedray.config import StepLimits
+from pagedray.config import EngineConfig, StepLimits
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
 from workers.decoder_worker import CompiledNote, DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.step_graphs import StepGraphs
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.config import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,29 +7,25 @@ import logging
 import secrets
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, StepPlan, WorkerFailure
-from pagedray.config import CacheSize
+from pagedray.config import CacheSize, EngineConfig
 from pagedray.step_listener import StepListener
 from tests.system.server_process import TINY_LLAMA
 from workers.gpu_worker import GpuWorker
+from workers.models.decoder import Decoder
+from workers.runner.host_pool import HostPool
 from workers.weights.load_weights import load_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pagedray.config import EngineConfig
-    from workers.models.decoder import Decoder
-    from workers.runner.host_pool import HostPool
 
 OPTIONS = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
 CACHE = CacheSize(num_blocks=8, num_cpu_blocks=0, block_bytes=0)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEYS = """
 import sys

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
+from pagedray.batch import StepPlan
 from pagedray.rank_progress import ProgressWord
 from tests.system.server_process import TINY_LLAMA
 from workers.memory_profile import NO_GRAPHS, GraphSizes, MemoryProfile
-
-if TYPE_CHECKING:
-    from pagedray.batch import StepPlan
-    from workers.runner.model_runner import ModelRunner
+from workers.runner.model_runner import ModelRunner
 
 TOTAL = 1000
 WEIGHTS = 200

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ from workers.decoder_worker import attention_work, measure_roofline, product_spe
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

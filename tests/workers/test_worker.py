@@ -9,8 +9,9 @@ import threading
 import weakref
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, DiskReport, StepPlan
-from pagedray.config import StepLimits
+from pagedray.config import EngineConfig, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import host_memory_bytes
 from pagedray.node_memory import NodeMemory
@@ -30,11 +31,6 @@ from workers.decoder_worker import DecoderWorker
 from workers.models.decoder import Decoder
 from workers.parallel.group import SoloGroup
 from workers.runner.kv_cache import block_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.config import EngineConfig
 
 _LIMITS = StepLimits(max_num_seqs=8)
 

@@ -12,8 +12,6 @@ import torch
 from attention.params import AttentionParams, AttentionType
 from tests.attention.dense_reference import dense_attention
 
-__all__ = ["FakeMemory", "FakeScratch", "FakeWrapper", "fake_modules"]
-
 
 class FakeScratch:
     """Stands for the scratch of a device."""

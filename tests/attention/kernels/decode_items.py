@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attention.gpu.decode_schedule import DecodeDivision, SplitCosts
 from attention.kernels.arguments import DecodeItems, DecodeScratch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from attention.kernels.triton.tuning import PagedAttentionTuning
-
-__all__ = ["decode_items"]
+from attention.kernels.triton.tuning import PagedAttentionTuning
 
 
 class EvenSplits(SplitCosts):

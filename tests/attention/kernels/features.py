@@ -9,8 +9,6 @@ import torch
 
 from attention.kernels.triton.tuning import AttentionOptions
 
-__all__ = ["FEATURES", "HEADS", "SLOW_FEATURES", "Shape", "options_of", "sinks_for"]
-
 FEATURES: dict[str, dict[str, Any]] = {  # Any: the options differ in type
     "causal": {},
     "scale": {"scale": 0.7},

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["DEVICE", "ROTATED_DTYPES", "or_slow"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROTATED_DTYPES = [

@@ -5,28 +5,25 @@ The same code runs small under Triton's interpreter and large on a GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from attention.kernels.arguments import NewTokens, Rotary
 from attention.kernels.triton.chunk_attention import paged_attention, ragged_attention
 from attention.kernels.triton.paged_decode import paged_decode
-from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
+from attention.kernels.triton.tuning import (
+    AttentionOptions,
+    PagedAttentionTuning,
+    default_decode_tuning,
+)
 from attention.kernels.triton.write_new_tokens import write_new_tokens
 from tests.attention.dense_reference import relative_error
 from tests.attention.kernels.decode_items import decode_items
-from tests.attention.kernels.features import options_of, sinks_for
+from tests.attention.kernels.features import Shape, options_of, sinks_for
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.two_sided_reference import two_sided_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attention.kernels.triton.tuning import AttentionOptions
-    from tests.attention.kernels.features import Shape
-
-__all__ = ["PagedCase"]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 UNTOUCHED = 7.0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.arguments import QuantizedRows
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gated_activation import gated, quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
@@ -20,9 +19,6 @@ from attention.kernels.triton.gemm.skinny import (
 )
 from attention.kernels.triton.norm_rope import add_norm, quantized_add_norm
 from tests.attention.kernels.kernel_device import DEVICE
-
-if TYPE_CHECKING:
-    from attention.kernels.arguments import QuantizedRows
 
 TUNING = SkinnyGemmTuning(tile_columns=16, tile_depth=32, num_warps=2, num_stages=3)
 DTYPES = [torch.float32, torch.bfloat16]

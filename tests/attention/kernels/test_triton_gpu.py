@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.arguments import DecodeItems
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.kernel_launcher import KernelLauncher, RepeatedLaunch
 from attention.kernels.triton.paged_decode import PagedDecode, paged_decode
@@ -16,9 +15,6 @@ from attention.kernels.triton.tuning import AttentionOptions, default_decode_tun
 from tests.attention.kernels.decode_items import decode_items
 from tests.attention.kernels.features import FEATURES, HEADS, Shape
 from tests.attention.kernels.paged_case import PagedCase
-
-if TYPE_CHECKING:
-    from attention.kernels.arguments import DecodeItems
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,6 @@ import torch
 
 from attention.kernels.triton.tuning import AttentionOptions
 
-__all__ = ["two_sided_attention"]
-
 
 def two_sided_attention(
     query: torch.Tensor,

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import safetensors.torch
@@ -27,6 +27,7 @@ import torch
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
+from pagedray.model_config import HubRevision
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA
@@ -35,11 +36,6 @@ from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, wi
 from workers.hub.model_name import HubName, HubSettings
 from workers.models.families.registry import read_model_config
 from workers.weights.tensor_entries import read_entries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pagedray.model_config import HubRevision
 
 NAME = HubName("org/tiny", "main")
 WEIGHTS = "model.safetensors"

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
 from tests.downloads.small_hub import folder_files
+from tests.downloads.small_s3 import SmallS3
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.bucket import Bucket, fetch_folder
 from workers.hub.mirror import Mirror, S3Location, parse_location
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.downloads.small_s3 import SmallS3
 
 _WEIGHTS = "model.safetensors"
 _WHERE = S3Location("models", "team/tiny")

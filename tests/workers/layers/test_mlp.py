@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch.nn import functional
 
+from pagedray.model_config import Activation
 from workers.layers.activation import activation_function
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 from workers.layers.weight import Placement
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pagedray.model_config import Activation
 
 ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh"]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -27,22 +30,15 @@ from transformers import (
 from attention.abstract import AttentionBatch, EncoderBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
+from pagedray.model_config import Dtype
 from tests.workers.models.bart.config import read_bart_config
 from tests.workers.models.bart.model import Bart, bart_spec
 from workers.embedding_worker import text_positions
 from workers.models.bert import Bert, encoder_spec
 from workers.models.families.registry import read_model_config
+from workers.parallel.group import ParallelGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import fill_shards, load_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from pagedray.model_config import Dtype
-    from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")
 IDENTITY = "torch.nn.modules.linear.Identity"

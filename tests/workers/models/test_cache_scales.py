@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from pagedray.config import EngineConfig
+from pagedray.config import EngineConfig, KVCacheDtype
 from pagedray.errors import CheckpointError
 from tests.small_models.quantized_checkpoints import save_compressed, save_replaced, save_wide
 from tests.workers.reference import CPU, run
@@ -19,11 +19,6 @@ from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import with_cache_format
 from workers.weights.load_weights import load_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.config import KVCacheDtype
 
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}

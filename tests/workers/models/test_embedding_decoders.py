@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import Pooling, StepPlan, TextBatch
 from pagedray.errors import CheckpointError, StartupError
+from pagedray.model_config import Task
 from tests.workers.models.encoder_reference import (
     save_bert,
     save_dense,
@@ -25,11 +27,6 @@ from tests.workers.reference import save_checkpoint, token_ids
 from workers.embedding_worker import EmbeddingWorker
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.model_config import Task
 
 # Ropes of several kinds, windows, capped scores, ALiBi, and tensors that are fused in several ways.
 NAMES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +20,6 @@ from tests.workers.models.encoder_reference import (
 )
 from tests.workers.models.two_ranks import on_two_ranks
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_TOKENS = 20
 

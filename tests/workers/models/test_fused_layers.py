@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from attention.layer import Attention
 from cluster.engine.engine_options import EngineOptions, engine_config
+from pagedray.model_config import Task
 from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
@@ -23,19 +26,10 @@ from tests.workers.reference_cases import CASES
 from workers.embedding_worker import make_worker
 from workers.models import fused_layers
 from workers.models.decoder import Decoder
-from workers.models.step_attention import HeadInputs, SelectedAttention
-from workers.parallel.group import SoloGroup
+from workers.models.step_attention import HeadInputs, SelectedAttention, StepAttention
+from workers.parallel.group import ParallelGroup, SoloGroup
+from workers.parallel.pending_sum import PendingSum
 from workers.parallel.process_group import make_group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from attention.layer import Attention
-    from pagedray.model_config import Task
-    from workers.models.step_attention import StepAttention
-    from workers.parallel.group import ParallelGroup
-    from workers.parallel.pending_sum import PendingSum
 
 # Biases, norms of queries and keys, LayerNorm and a plain MLP, fused projections.
 HALVED = ["llama-6-heads-2-kv-biases", "qwen3-biases-one-kv-head", "bloom-6-heads", "phi3-window"]

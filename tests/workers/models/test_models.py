@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,15 +24,9 @@ from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families, read_model_config
-from workers.parallel.group import SoloGroup
+from workers.models.fused_layers import Delta, LayerTail
+from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.weights.load_weights import load_weights, with_stored_experts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from workers.models.fused_layers import Delta, LayerTail
-    from workers.parallel.group import ParallelGroup
 
 
 class RowCount:

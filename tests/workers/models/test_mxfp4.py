@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +24,6 @@ from workers.models.decoder import Decoder
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
+from attention.kernels.arguments import DeferredRMSNorm, SplitKPartials
+from cluster.llm.generation import Completion
 from pagedray import LLM, SamplingParams
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers import linear_choice
 from workers.layers.hopper_linear import HopperLinear
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from attention.kernels.arguments import DeferredRMSNorm, SplitKPartials
-    from cluster.llm.generation import Completion
 
 pytest.importorskip("triton")
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from pagedray.model_config import ModelConfig
 from tests.workers.models.families.config_json import BLOOM, MPT, PHI3, read_config
 from workers.models.self_attention import qkv_columns
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.model_config import ModelConfig
 
 
 def _rows(config: ModelConfig, rank: int, size: int) -> list[tuple[int, int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import StartupError
+from pagedray.model_config import Dtype
 from pagedray.weight_format import Int4Format
 from tests.small_models.int4_tensors import Int4Tensors
 from tests.small_models.quantized_checkpoints import (
@@ -32,14 +34,8 @@ from tests.workers.reference import (
 from workers.models.config_json.quantization import with_method
 from workers.models.decoder import Decoder
 from workers.models.families.registry import check_parallel, read_model_config
-from workers.parallel.group import SoloGroup
+from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.weights.load_weights import load_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.model_config import Dtype
-    from workers.parallel.group import ParallelGroup
 
 # Projections that are separate, fused in order and by head, and with reordered columns.
 FP8_CASES = ["llama-6-heads-2-kv-biases", "phi3-window", "bloom-6-heads", "glm4-four-norms"]

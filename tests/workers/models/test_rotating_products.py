@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
+from attention.kernels.arguments import Rotary
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers import linear_choice
 from workers.layers.linear_kernel import DenseLinear
 from workers.models import fused_layers
-from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from attention.kernels.arguments import Rotary
-    from workers.parallel.group import ParallelGroup
+from workers.parallel.group import ParallelGroup, SoloGroup
 
 # A bias, two embeddings, scaled ones, pairs of adjacent elements, one projection in the file.
 ROTATED = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
@@ -16,15 +17,8 @@ from tests.workers.reference import CPU, loaded_model, save_checkpoint
 from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
-from workers.parallel.group import SoloGroup
+from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.weights.load_weights import load_weights, with_stored_experts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from workers.parallel.group import ParallelGroup
 
 TABLES = ("embed_tokens", "word_embeddings.", "wte", "lm_head")
 HEAD_NORMS = {"q_norm": "heads", "k_norm": "kv_heads"}

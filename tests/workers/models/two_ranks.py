@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from tests.workers.parallel.joined_group import join_group
+from workers.parallel.group import ParallelGroup
 from workers.parallel.rendezvous import LOOPBACK
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from workers.parallel.group import ParallelGroup
-
-__all__ = ["on_two_ranks"]
 
 CPU = torch.device("cpu")
 T = TypeVar("T")

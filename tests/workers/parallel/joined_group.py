@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from workers.parallel.group import ParallelGroup
 from workers.parallel.process_group import make_group
-from workers.parallel.rendezvous import LOOPBACK
-
-if TYPE_CHECKING:
-    import torch
-
-    from workers.parallel.group import ParallelGroup
-    from workers.parallel.rendezvous import GroupAddress
-
-__all__ = ["join_group"]
+from workers.parallel.rendezvous import LOOPBACK, GroupAddress
 
 
 def join_group(

@@ -12,21 +12,18 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 
 from attention.kernels.triton import one_shot_all_reduce
 from attention.kernels.triton.norm_rope import add_norm
+from workers.parallel.all_reduce import OneShotAllReduce
+from workers.parallel.group import ParallelGroup
 from workers.parallel.peer_memory import RowShape
+from workers.parallel.pending_sum import PendingSum
 from workers.parallel.process_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
-
-if TYPE_CHECKING:
-    from workers.parallel.all_reduce import OneShotAllReduce
-    from workers.parallel.group import ParallelGroup
-    from workers.parallel.pending_sum import PendingSum
 
 DEVICE = torch.device("cuda", 0)
 WIDTH = 1024

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,8 @@ from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, loaded_model, run
 from tests.workers.reference_cases import EXPERT_PARALLEL_CASES
 from workers.layers.sharded_logits import ShardedLogits
+from workers.parallel.group import ParallelGroup
 from workers.sampler import Sampler
-
-if TYPE_CHECKING:
-    from workers.parallel.group import ParallelGroup
 
 
 def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None:

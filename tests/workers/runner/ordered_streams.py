@@ -8,13 +8,10 @@ saw an event complete before it launched the later one.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from pagedray.batch import BlockCopy
+from pagedray.batch import BlockCopy
 
 Clock = dict[str, int]
 Place = tuple[str, int]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from pagedray.batch import BlockCopy, StepPlan
 from tests.workers.runner.ordered_streams import OrderedDevice, OrderedPools
 from workers.runner.block_swaps import BlockSwaps, StagingBlocks, SwapFence, SwapStreams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUM_BLOCKS = 10
 NUM_CPU_BLOCKS = 8

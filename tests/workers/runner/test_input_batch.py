@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,9 +12,6 @@ from pagedray.batch import Decodes, SequencePlan, SequenceStart, StepPlan, pack_
 from pagedray.sampling_params import SamplingParams
 from workers.runner.input_batch import InputBatch
 from workers.runner.token_table import TokenTable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROMPTS = {3: [11, 12, 13], 0: [21, 22], 2: [31, 32, 33, 34]}
 

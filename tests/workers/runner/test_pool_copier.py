@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -12,12 +14,6 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.batch import BlockCopy
 from workers.runner.host_pool import HostPool
 from workers.runner.kv_cache import PoolCopier
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-    import numpy.typing as npt
 
 SHAPE = 2, 2, 4, 1, 4
 

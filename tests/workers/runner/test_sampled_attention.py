@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,15 +20,10 @@ from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.models.step_attention import CachedAttention
-from workers.parallel.group import SoloGroup
+from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.runner.forward_pass import SampledAttention
 from workers.runner.input_batch import StepInputs
 from workers.weights.load_weights import load_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from workers.parallel.group import ParallelGroup
 
 BLOCK_SIZE = 4
 BLOCKS_PER_SEQUENCE = 6

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from workers.sampling.choice import Draws
+from workers.sampling.choice import Draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)

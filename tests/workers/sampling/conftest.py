@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.workers.sampling.sampler_rig import make_sampler
+from workers.sampler import Sampler
+from workers.sampling.choice import Choice
 from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
-    from workers.sampling.choice import Choice
 
 
 @pytest.fixture(params=[NumpyChoice, TorchChoice])

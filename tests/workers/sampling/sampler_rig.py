@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,28 +13,7 @@ from torch import Tensor
 from pagedray.batch import SequenceStart, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.sampler import Sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from workers.sampling.choice import Choice
-
-__all__ = [
-    "CPU",
-    "EVERYTHING",
-    "GREEDY",
-    "MIXED",
-    "NUM_ROWS",
-    "VOCAB_SIZE",
-    "Reference",
-    "assert_fits",
-    "draw_many",
-    "make_logits",
-    "make_sampler",
-    "make_start",
-    "run_alone",
-    "sample_one",
-]
+from workers.sampling.choice import Choice
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 300

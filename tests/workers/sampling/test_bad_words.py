@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +11,6 @@ import torch
 from pagedray.batch import SequenceStart, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from workers.sampler import Sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 VOCAB_SIZE = 9
 NUM_ROWS = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
+from workers.sampler import Sampler
+from workers.sampling.choice import Choice
 from workers.sampling.edits import num_mask_bytes
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
-    from workers.sampling.choice import Choice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -29,13 +27,10 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
-from workers.sampler import generator_start, uniforms
+from workers.sampler import Sampler, generator_start, uniforms
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
 
 FILTERS = [
     SamplingParams(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -15,9 +13,7 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
+from workers.sampler import Sampler
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -16,10 +14,8 @@ from tests.workers.sampling.sampler_rig import (
     make_logits,
     make_start,
 )
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
-    from workers.sampling.choice import Choice
+from workers.sampler import Sampler
+from workers.sampling.choice import Choice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -19,10 +17,8 @@ from tests.workers.sampling.sampler_rig import (
     make_start,
     sample_one,
 )
+from workers.sampler import Sampler
 from workers.sampling.edits import penalize, penalize_seen
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
 
 
 def test_repetition_penalty_is_that_of_transformers(sampler: Sampler) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,12 +23,10 @@ from tests.workers.sampling.sampler_rig import (
     run_alone,
     sample_one,
 )
+from workers.sampler import Sampler
+from workers.sampling.choice import Choice
 from workers.sampling.device_choice import TorchChoice
 from workers.sampling.numpy_choice import NumpyChoice
-
-if TYPE_CHECKING:
-    from workers.sampler import Sampler
-    from workers.sampling.choice import Choice
 
 
 @settings(max_examples=12)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-
-from workers.sampler import Sampler
-from workers.sampling.edits import num_mask_bytes
-from workers.sampling.numpy_choice import NumpyChoice
-
-if TYPE_CHECKING:
-    from workers.sampling.choice import Draws, IntArray
 
 from tests.workers.sampling.sampler_rig import (
     CPU,
@@ -27,6 +18,10 @@ from tests.workers.sampling.sampler_rig import (
     run_alone,
     sample_one,
 )
+from workers.sampler import Sampler
+from workers.sampling.choice import Draws, IntArray
+from workers.sampling.edits import num_mask_bytes
+from workers.sampling.numpy_choice import NumpyChoice
 
 
 def test_inference_mode_may_come_and_go(sampler: Sampler) -> None:

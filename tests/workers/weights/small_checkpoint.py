@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
+from pagedray.model_config import ModelConfig
 from tests.workers.lone_rank import LoneRank
 from tests.workers.reference import CPU
 from workers.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import torch
-
-    from pagedray.model_config import ModelConfig
-
-__all__ = ["CASE", "QUERY", "UNTIED", "decoder_of", "rewrite"]
 
 CASE = "llama-6-heads-2-kv-biases"
 UNTIED = "llama-12-heads-4-kv-llama3"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from tests.workers.reference import loaded_model, save_checkpoint
 from tests.workers.weights.small_checkpoint import CASE, QUERY, rewrite
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _message(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ from workers.layers.weight import WeightShard
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import DummyTensors, fill_shards, load_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("size", [2, 4])

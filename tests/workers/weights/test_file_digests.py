@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from workers.weights.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WEIGHTS = "model.safetensors"
 NUM_ROWS, NUM_COLUMNS = 9000, 1024

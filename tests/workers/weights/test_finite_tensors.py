@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
+from pagedray.model_config import Dtype
 from tests.workers.lone_rank import LoneRank
 from tests.workers.reference import CPU, save_checkpoint
 from workers.layers.weight import WeightShard
@@ -20,12 +22,6 @@ from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import FiniteTensors, fill_shards, load_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from pagedray.model_config import Dtype
 
 TIED = "llama-3-heads-1-kv-tied-linear"
 # The tensors of queries, keys and values are separate, fused in order, and fused head by head.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,6 @@ from workers.layers.weight import WeightShard
 from workers.weights import tensor_reader
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.tensor_reader import FileRange, ReadAhead
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _WHOLE = (slice(None), slice(None))
 LIMIT_S = 60.0

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,9 +21,6 @@ from tests.system.server_process import TINY_LLAMA
 from workers.models.config_json.sentence_modules import dense_modules
 from workers.models.families.registry import read_model_config
 from workers.weights.tensor_entries import read_entries
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROOT_UID, OTHER_UID = 0, 65534
 WEIGHTS = "model.safetensors"

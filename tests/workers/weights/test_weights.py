@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,9 +20,6 @@ from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import fill_shards, load_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class _Recorder:

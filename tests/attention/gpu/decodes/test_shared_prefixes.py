@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from attention.gpu.decode_schedule import (
     DecodeDivision,
@@ -17,9 +17,6 @@ from attention.gpu.decode_schedule import (
     SplitCosts,
     find_shared_prefixes,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 WIDTH = 24
 Sets = list[tuple[int, list[int]]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -13,9 +14,6 @@ from torch.nn import functional
 
 from attention.kernels.cpu import integer_gemm, native
 from attention.kernels.cpu.integer_gemm import IntegerGemm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SOURCE = Path(integer_gemm.__file__).with_suffix(".c")
 TOLERANCE = 4e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from torch.nn import functional
 
 from attention.kernels.cpu import instruction_set, native
 from attention.kernels.cpu.native import load_kernels
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEADER = native.__file__.replace("native.py", "lanes.h")
 SOURCE = f"""

@@ -6,16 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from attention.kernels.cpu.native import find_kernel, load_kernels, seal_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SOURCE = "int answer(void) { return 42; }\n"
 

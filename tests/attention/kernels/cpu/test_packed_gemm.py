@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from torch.nn import functional
 
 from attention.kernels.cpu import instruction_set, native, packed_gemm
 from attention.kernels.cpu.packed_gemm import PackedGemm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16]

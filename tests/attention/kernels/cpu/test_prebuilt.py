@@ -6,16 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from attention.kernels.cpu import native
 from attention.kernels.cpu.instruction_set import INSTRUCTION_SETS, InstructionSet
 from attention.kernels.cpu.native import build_libraries, find_library, load_kernels
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SOURCE = "int answer(void) { return 42; }\n"
 MACROS = {

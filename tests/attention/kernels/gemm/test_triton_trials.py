@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from attention.kernels.triton.gemm.trials import TRIALS, failed_trials
 from tests.attention.kernels.kernel_device import DEVICE
 from workers.layers.hopper_linear import HopperLinear
 from workers.layers.linear_choice import replaced_kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ON = torch.device(DEVICE)
 

@@ -16,17 +16,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Triton decides when it is imported whether it interprets kernels.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import driver, jit
-
-if TYPE_CHECKING:
-    from triton.compiler import CompiledKernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -58,9 +58,6 @@ from attention.kernels.triton.received_rows import (
 )
 from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 from attention.kernels.triton.write_new_tokens import write_new_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BF16, FP8, INT = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.system.server_process import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("triton")
 

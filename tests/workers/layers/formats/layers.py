@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from pagedray.weight_format import FormatRule, Quantization
+from pagedray.weight_format import FormatRule, Quantization, WeightFormat
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from workers.layers.weight import Placement
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import FiniteTensors, fill_shards
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.weight_format import WeightFormat
-
 Layer = TypeVar("Layer", ColumnParallelLinear, RowParallelLinear)
 
-__all__ = ["column_layer", "loaded", "row_layer"]
 
 CPU = torch.device("cpu")
 

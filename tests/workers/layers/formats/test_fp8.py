@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +20,6 @@ from workers.layers.formats.fp8_weight import Fp8Weight, quantized_rows
 from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.weight import MatrixPart, Placement
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # Without a GPU the interpreter of Triton runs the kernels, and torch the product of the library.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ from pagedray.weight_format import Int4Format
 from tests.small_models.int4_tensors import Int4Tensors
 from tests.workers.layers.formats.layers import column_layer, loaded, row_layer
 from tests.workers.lone_rank import LoneRank
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FORMATS = {
     "symmetric": Int4Format(packing="compressed-tensors", group_size=32, has_zeros=False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -18,9 +18,6 @@ from workers.layers.formats.int4_weight import Int4Weight
 from workers.layers.weight import MatrixPart
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import fill_shards
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Without a GPU, Triton's interpreter is there.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

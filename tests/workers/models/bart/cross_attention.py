@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+import torch
+
+from attention.abstract import AttentionMetadata, AttentionParams
 from attention.layer import Attention
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
-from workers.layers.weight import CompositeLayer, part_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from attention.abstract import AttentionMetadata, AttentionParams
-    from workers.layers.weight import Layer, Placement
-    from workers.models.bert import ProjectionNames
+from workers.layers.weight import CompositeLayer, Layer, Placement, part_of
+from workers.models.bert import ProjectionNames
 
 
 class CrossAttention(CompositeLayer):

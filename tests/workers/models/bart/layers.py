@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from attention.abstract import AttentionParams, AttentionType
+import torch
+
+from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
+from tests.workers.models.bart.config import BartConfig
 from tests.workers.models.bart.cross_attention import CrossAttention
 from workers.layers.mlp import MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm
-from workers.layers.weight import CompositeLayer
+from workers.layers.weight import CompositeLayer, Layer, Placement
 from workers.models.bert import EncoderSelfAttention, ProjectionNames
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from attention.abstract import AttentionMetadata
-    from tests.workers.models.bart.config import BartConfig
-    from workers.layers.weight import Layer, Placement
-    from workers.parallel.group import ParallelGroup
+from workers.parallel.group import ParallelGroup
 
 _NORM_EPS = 1e-5
 

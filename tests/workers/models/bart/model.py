@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
-from attention.abstract import AttentionSpec, AttentionType
+from attention.abstract import AttentionBackend, AttentionMetadata, AttentionSpec, AttentionType
+from tests.workers.models.bart.config import BartConfig
 from tests.workers.models.bart.layers import (
     BartDecoderLayer,
     BartEncoderLayer,
@@ -16,13 +17,7 @@ from tests.workers.models.bart.layers import (
 )
 from workers.layers.embedding import ParallelHead, PositionEmbedding, VocabEmbedding
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attention.abstract import AttentionBackend, AttentionMetadata
-    from tests.workers.models.bart.config import BartConfig
-    from workers.parallel.group import ParallelGroup
+from workers.parallel.group import ParallelGroup
 
 # The first rows of the position tables are reserved for padding.
 _POSITION_OFFSET = 2

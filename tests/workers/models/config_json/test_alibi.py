@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ from workers.models.families.alibi import alibi_slopes
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_params
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUMS_OF_HEADS = [1, 2, 3, 5, 6, 8, 12, 14, 16, 20, 31, 40, 112]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from pagedray.errors import CheckpointError
 from workers.models.config_json.config_file import ConfigFile
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 MAX_BYTES = 4 * 2**20
 

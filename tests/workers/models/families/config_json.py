@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from pagedray.model_config import ModelConfig
 from workers.models.families.registry import read_model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.model_config import ModelConfig
-
-__all__ = [
-    "BLOOM",
-    "GEMMA2",
-    "GEMMA3",
-    "MINISTRAL3",
-    "MPT",
-    "OLMO3",
-    "PHI3",
-    "SHAPE",
-    "SMOLLM3",
-    "read_config",
-    "written",
-]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

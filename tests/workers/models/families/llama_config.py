@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from pagedray.model_config import ModelConfig
 from tests.workers.models.families.config_json import SHAPE
 from workers.models.families.registry import (
     read_model_config,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.model_config import ModelConfig
 
 LLAMA = SHAPE | {
     "architectures": ["LlamaForCausalLM"],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,6 @@ from workers.layers.expert_product import (
     product_class,
 )
 from workers.models.families.registry import read_model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Tensors = dict[str, torch.Tensor]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,6 @@ from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights, with_stored_head
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SAMPLE = 5
 """Edits of each configuration that run each time; all of them are slow tests."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,6 @@ from tests.workers.models.families.config_json import (
 )
 from workers.models.families.alibi import alibi_slopes
 from workers.models.families.registry import read_model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONGROPE = {
     "type": "longrope",

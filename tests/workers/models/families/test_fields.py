@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig
@@ -15,12 +16,8 @@ from tests.workers.models.families.config_json import SHAPE
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES
 from workers.models.config_json.config_file import IGNORED_FIELDS, ConfigFile, reason_to_ignore
+from workers.models.config_json.family import Family
 from workers.models.families.registry import families, read_model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from workers.models.config_json.family import Family
 
 FAMILIES = {family.architecture: family for family in families()}
 # What the registry reads for every family.

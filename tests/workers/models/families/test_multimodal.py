@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,6 @@ from tests.workers.reference import loaded_model, reference_logits, run, save_ch
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import with_stored_head
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 TEXT = SHAPE | {"num_key_value_heads": 3}
 GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.errors import CheckpointError
+from pagedray.model_config import ModelConfig
 from scripts.published_models import (
     DOCUMENT,
     PublishedFile,
@@ -23,11 +24,6 @@ from scripts.published_models import (
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.model_config import ModelConfig
 
 META = torch.device("meta")
 REJECTED = {

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagedray.errors import CheckpointError
 from pagedray.weight_format import Fp8Format, Int4Format, Int8Format, Quantization
 from tests.workers.models.families.config_json import SHAPE, read_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LLAMA = SHAPE | {"architectures": ["LlamaForCausalLM"]}
 QWEN_FP8: dict[str, Any] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES
 from workers.layers.rope import inverse_frequencies
 from workers.models.families.registry import read_model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # The first case of each type of model that has rope.
 FAMILIES = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,6 @@ from workers.decoder_worker import DecoderWorker
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import with_stored_head
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LLAMA3 = {
     "rope_type": "llama3",

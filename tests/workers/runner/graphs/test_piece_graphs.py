@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan, pack_token_ids
+from pagedray.batch import SequencePlan, SequenceStart, StepOutput, StepPlan, pack_token_ids
 from tests.small_models.checkpoints import save_word_tokenizer
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.piece_graphs import piece_sizes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pagedray.batch import StepOutput
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedray.node_memory import NodeMemory
+from pagedray.node_memory import MemoryAddress, NodeMemory
 from workers.runner.host_pool import HostPool
 from workers.runner.persistent_pool import MappedPool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pagedray.node_memory import MemoryAddress
 
 ORIGIN = bytes(range(32))
 OTHER = bytes(range(1, 33))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from cluster.engine.engine_options import EngineOptions, engine_config
+from pagedray.config import EngineConfig
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from workers.runner.persistent_pool import PoolOrigin
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from pagedray.config import EngineConfig
 
 LAYOUT = (8, (2, 2, 4), torch.float32)
 
