@@ -1,11 +1,140 @@
-"""Configurations of small random checkpoints, by name."""
+"""Configurations of small random checkpoints whose layers have experts, by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.workers.expert_cases import EXPERT_CASES
-
+EXPERT_CASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe-renormalized": {
+        "model_type": "qwen3_moe",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 22,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe-dense-layers-windows": {
+        "model_type": "qwen3_moe",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+    },
+    "mixtral-window": {
+        "model_type": "mixtral",
+        "heads": 6,
+        "kv_heads": 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+    },
+    "mixtral-head-size": {
+        "model_type": "mixtral",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+    },
+    "olmoe-6-heads-2-kv": {
+        "model_type": "olmoe",
+        "heads": 6,
+        "kv_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "olmoe-renormalized-biases": {
+        "model_type": "olmoe",
+        "heads": 4,
+        "kv_heads": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+    },
+    "granitemoe-multipliers": {
+        "model_type": "granitemoe",
+        "heads": 6,
+        "kv_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.5,
+    },
+    "granitemoeshared-tied": {
+        "model_type": "granitemoeshared",
+        "heads": 4,
+        "kv_heads": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 28,
+        "residual_multiplier": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "granitemoe_swa-sinks": {
+        "model_type": "granitemoe_swa",
+        "heads": 6,
+        "kv_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attention_multiplier": 0.3,
+    },
+    "granitemoe_swa-layers-without-rope": {
+        "model_type": "granitemoe_swa",
+        "heads": 4,
+        "kv_heads": 1,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 20,
+        "sliding_window": 9,
+        "layer_rope_theta": [0, 50.0, 50.0],
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss-yarn": {
+        "model_type": "gpt_oss",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    },
+    "gpt_oss-limits": {
+        "model_type": "gpt_oss",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "swiglu_alpha": 1.1,
+        "swiglu_limit": 0.9,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -21,7 +150,6 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
-
 # Vocabularies are odd, so that two ranks must pad them.
 CASES: dict[str, dict[str, Any]] = {
     "llama-6-heads-3-kv": {"model_type": "llama", "heads": 6, "kv_heads": 3},

@@ -1,15 +1,19 @@
 """Every feature of the torch_sdpa backend, alone and together, against the dense reference."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from tests.attention.rig import Rig, params_of
+from attention.cpu.torch_sdpa import TorchSDPABackend
+from attention.fp8 import from_fp8, pair_table, to_fp8
+from attention.params import KV_CACHE_DTYPES
+from tests.attention.rig import Rig, check_chunks, params_of
 
 pytestmark = pytest.mark.usefixtures("both_decodes")
-
 FEATURES: dict[str, AttentionParams] = {
     "plain": params_of(),
     "scale": params_of(scale=0.3),
@@ -52,6 +56,7 @@ CROSS_FEATURES = {
 ENCODER_FEATURES = {
     name: params for name, params in FEATURES.items() if params.kv_cache_dtype == "auto"
 }
+TYPES = pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 
 
 def run_everything(rig: Rig) -> None:
@@ -117,3 +122,116 @@ def test_every_block_size_of_cross_attention(fp8: str, block_size: int) -> None:
     kinds = AttentionType.DECODER, AttentionType.ENCODER_DECODER
     layers = layers_of(params_of(fp8=fp8), *kinds)
     run_everything(Rig(*layers, block_size=block_size, num_blocks=560 // block_size + 19))
+
+
+@TYPES
+def test_too_large_numbers_become_the_largest(name: str) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    most = torch.finfo(dtype).max
+    numbers = torch.tensor([1e30, -1e30, 3.0, float("inf"), float("nan")])
+    result = from_fp8(to_fp8(numbers, dtype, 2.0), dtype, torch.float32)
+    assert result[:4].tolist() == [most, -most, 1.5, most]
+    assert result[4].isnan()
+
+
+@TYPES
+@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_byte_survives_the_models_dtype(name: str, model_dtype: torch.dtype) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    numbers = torch.arange(256, dtype=torch.uint8)
+    is_finite = numbers.view(dtype).float().isfinite()
+    numbers = numbers[is_finite]
+    assert torch.equal(to_fp8(from_fp8(numbers, dtype, model_dtype), dtype, 1.0), numbers)
+
+
+@TYPES
+@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_table_of_pairs_equals_the_conversion_of_torch(name: str, model_dtype: torch.dtype) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    pairs = pair_table(dtype, model_dtype).index_select(0, numbers.view(torch.uint16).int())
+    expected = numbers.view(dtype).to(model_dtype)
+    assert torch.equal(pairs.view(model_dtype).nan_to_num(7), expected.nan_to_num(7))
+
+
+@TYPES
+def test_numbers_are_rounded_once(name: str) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    numbers = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = (numbers.double() / 0.037).float().to(dtype).view(torch.uint8)
+    assert torch.equal(to_fp8(numbers, dtype, 0.037), expected)
+
+
+@TYPES
+def test_overflow_of_a_layer_stays_finite(name: str) -> None:
+    rig = Rig(params_of(fp8=name))
+    rig.magnitude = 1e6
+    a = rig.sequence()
+    outputs = [*rig.step(prefills=[(a, 9)]), *rig.step(decodes=[a])]
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@TYPES
+@pytest.mark.parametrize("chunks", [(23,), (1, 22), (4, 4, 15), (1,) * 23])
+def test_chunked_prompt_equals_the_whole_in_an_fp8_cache(
+    chunks: tuple[int, ...], name: str
+) -> None:
+    rig = Rig(params_of(fp8=name), params_of(fp8=name, sliding_window=6))
+    check_chunks(rig, chunks)
+
+
+def test_layers_with_other_scales_share_a_plan() -> None:
+    first = params_of(fp8="fp8_e4m3")
+    rig = Rig(first, first.plan_key)
+    a = rig.sequence()
+    rig.step(prefills=[(a, 6)])
+    rig.step(decodes=[a])
+    metadata = rig.builder.build(rig.batch([], [a]))
+    assert metadata.layer_plan(0) is metadata.layer_plan(1)
+
+
+def test_bytes_of_a_sequence_move_and_fork() -> None:
+    rig = Rig(params_of(fp8="fp8_e5m2"))
+    assert rig.cache.dtype == torch.uint8
+    parent = rig.sequence()
+    rig.step(prefills=[(parent, 10)])
+    child = rig.fork(parent)
+    rig.step(decodes=[parent, child])
+    host = torch.zeros_like(rig.cache[:3])
+    TorchSDPABackend.swap_blocks(rig.cache, host, list(zip(child.blocks, range(3), strict=True)))
+    own = rig.free.pop()
+    TorchSDPABackend.swap_blocks(host, rig.cache, [(2, own)])
+    child.blocks[2] = own
+    rig.step(decodes=[parent, child])
+
+
+def test_profile_run_rounds_as_a_cache_would() -> None:
+    rig = Rig(params_of(fp8="fp8_e4m3"))
+    batch = rig.batch([(rig.sequence(), 9)], [])
+    parts = rig.tokens(9)[0].split([64, 32, 32], 1)
+    layer, metadata = rig.layers[0], rig.builder.build(batch)
+    alone = layer(*parts, rig.cache.new_empty(0), metadata)
+    assert (rig.cache == rig.nan).all()
+    # The rounding to fp8 changes results by percents.
+    torch.testing.assert_close(layer(*parts, rig.cache, metadata), alone)
+
+
+@TYPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [(10, 2, 24), (4, 4, 64), (5, 1, 128), (6, 2, 20)])
+def test_decodes_over_ragged_rows_equal_the_dense_reference(
+    heads: tuple[int, int, int], dtype: torch.dtype, name: str
+) -> None:
+    layers = (
+        params_of(*heads, fp8=name),
+        params_of(*heads, fp8=name, sliding_window=7, soft_cap=2.0, has_alibi=True),
+    )
+    rig = Rig(*layers, dtype=dtype, block_size=16)
+    sequences = [rig.sequence() for _ in range(3)]
+    rig.step(prefills=list(zip(sequences, (40, 15, 1), strict=True)))
+    for _ in range(3):
+        rig.step(decodes=sequences, num_padding=1)

@@ -31,8 +31,7 @@ from attention.abstract import AttentionBatch, EncoderBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.model_config import Dtype
-from tests.workers.models.bart.config import read_bart_config
-from tests.workers.models.bart.model import Bart, bart_spec
+from tests.workers.models.bart import Bart, bart_spec, read_bart_config
 from workers.embedding_worker import text_positions
 from workers.models.bert import Bert, encoder_spec
 from workers.models.families.registry import read_model_config

@@ -1,25 +1,52 @@
-"""Loading: the parts of tensors on each rank, files, types and threads."""
+"""A small checkpoint to load, and its decoder on ranks that never communicate."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
-from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint
-from tests.workers.weights.small_checkpoint import CASE, UNTIED, decoder_of, rewrite
+from pagedray.model_config import ModelConfig
+from tests.workers.lone_rank import LoneRank
+from tests.workers.reference import CPU, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers.weight import WeightShard
+from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
+from workers.weights import tensor_reader
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.load_weights import fill_shards, load_weights
+from workers.weights.load_weights import DummyTensors, fill_shards, load_weights
+from workers.weights.tensor_reader import FileRange, ReadAhead
+
+CASE = "llama-6-heads-2-kv-biases"
+UNTIED = "llama-12-heads-4-kv-llama3"
+"""Its head is not tied to its embedding."""
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+"""A tensor of both."""
+_WHOLE = (slice(None), slice(None))
+LIMIT_S = 60.0
+
+
+def decoder_of(config: ModelConfig, rank: int = 0, size: int = 1) -> Decoder:
+    """Return the decoder of a rank, without weights."""
+    return Decoder(config, LoneRank(rank, size), backend=TorchSDPABackend, device=CPU)
+
+
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    """Replace the tensors of a checkpoint in one file."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
 
 
 class _Recorder:
@@ -272,3 +299,156 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(blobs / "123")
     (folder / "model.safetensors").symlink_to(Path("../../blobs/123"))
     loaded_model(folder, SoloGroup())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dummy_weights_do_not_depend_on_the_ranks(size: int, tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path)
+    config = read_model_config(tmp_path)
+    whole = {shard.name: shard for shard in decoder_of(config).weight_shards()}
+    fill_shards(list(whole.values()), DummyTensors(7))
+    for rank in range(size):
+        shards = list(decoder_of(config, rank, size).weight_shards())
+        fill_shards(shards, DummyTensors(7))
+        for shard in shards:
+            assert torch.equal(shard.target, whole[shard.name].target[shard.part])
+
+
+def test_dummy_weights_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.weights.load_weights._CHUNK_ELEMENTS", 30)
+    whole, part = torch.zeros(11, 7), torch.zeros(4, 5)
+    DummyTensors(1).fill_shard(
+        WeightShard(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)
+    )
+    DummyTensors(1).fill_shard(
+        WeightShard(name="w", shape=(11, 7), part=(slice(3, 7), slice(2, 7)), target=part)
+    )
+    assert torch.equal(part, whole[3:7, 2:7])
+    assert len(whole.unique()) == 77
+
+
+def test_dummy_weights_need_no_files_and_depend_on_the_seed(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    config = read_model_config(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    group = SoloGroup()
+
+    def logits(seed: int) -> torch.Tensor:
+        model = decoder_of(config)
+        load_weights(model, EngineConfig(model=config, load_format="dummy", load_seed=seed))
+        return run(model, group)
+
+    assert torch.equal(logits(3), logits(3))
+    assert not torch.equal(logits(3), logits(4))
+    assert logits(3).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("gemma3-two-ropes", 0.0), ("bloom-6-heads", 1.0), ("mpt-12-heads", 1.0)]
+)
+def test_dummy_norms_change_no_scale(name: str, weight: float, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    shards = list(decoder_of(read_model_config(tmp_path)).weight_shards())
+    fill_shards(shards, DummyTensors(7))
+    weights = [
+        shard.target for shard in shards if shard.name.endswith(".weight") and len(shard.part) == 1
+    ]
+    assert len(weights) >= 7
+    assert all((target == weight).all() for target in weights)
+
+
+class Advice:
+    """Keeps what the kernel is asked for, in place of asking it."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self.asked: list[tuple[int, int, int]] = []
+
+    def ask(self, descriptor: int, position: int, num_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        with self._condition:
+            self.asked.append((descriptor, position, num_bytes))
+            self._condition.notify()
+
+    def wait_for(self, num_bytes: int) -> None:
+        with self._condition:
+            assert self._condition.wait_for(lambda: self.num_bytes >= num_bytes, LIMIT_S)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for _, _, num_bytes in self.asked)
+
+
+@pytest.fixture
+def advice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Advice]:
+    advice = Advice()
+    monkeypatch.setattr(os, "posix_fadvise", advice.ask)
+    monkeypatch.setattr(tensor_reader, "_STEP_BYTES", 4)
+    monkeypatch.setattr(tensor_reader, "_MOST_BYTES", 16)
+    monkeypatch.setattr(tensor_reader, "_FEW_BYTES", 8)
+    yield advice
+    assert not any(thread.name == "pagedray-read-ahead" for thread in threading.enumerate())
+
+
+def test_ranges_are_asked_for_in_order_and_whole(advice: Advice) -> None:
+    ahead = ReadAhead(
+        [
+            FileRange(descriptor=3, first_byte=10, num_bytes=6),
+            FileRange(descriptor=3, first_byte=40, num_bytes=0),
+            FileRange(descriptor=5, first_byte=0, num_bytes=3),
+        ]
+    )
+    advice.wait_for(9)
+    ahead.close()
+    assert advice.asked == [(3, 10, 4), (3, 14, 2), (5, 0, 3)]
+
+
+def test_no_more_is_asked_for_than_the_bound_until_much_was_read(advice: Advice) -> None:
+    ahead = ReadAhead([FileRange(descriptor=3, first_byte=0, num_bytes=100)])
+    advice.wait_for(16)
+    ahead.note_read(8)
+    # 8 are ahead, which is not less than a few.
+    ahead.note_read(1)
+    advice.wait_for(28)
+    ahead.close()
+    assert advice.num_bytes == 28
+
+
+def test_closing_ends_a_thread_that_waits(advice: Advice) -> None:
+    ahead = ReadAhead([FileRange(descriptor=3, first_byte=0, num_bytes=100)])
+    advice.wait_for(16)
+    ahead.close()
+    assert advice.num_bytes == 16
+
+
+def test_a_checkpoint_asks_for_what_its_shards_read(
+    advice: Advice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_reader, "_MOST_BYTES", 2**20)
+    tensors = {"a": torch.randn(40, 6), "b": torch.randn(9), "c": torch.randn(7, 5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shards = [
+        WeightShard(name="c", shape=(7, 5), part=_WHOLE, target=torch.empty(7, 5)),
+        WeightShard(
+            name="a", shape=(40, 6), part=(slice(3, 30), slice(None)), target=torch.empty(27, 6)
+        ),
+        WeightShard(name="b", shape=(9,), part=_WHOLE[:1], target=torch.empty(9)),
+    ]
+    num_bytes = sum(shard.target.nbytes for shard in shards)
+    read: list[int] = []
+    read_into = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        read.extend(range(position, position + sum(len(buffer) for buffer in buffers)))
+        return read_into(descriptor, buffers, position)
+
+    with Checkpoint(tmp_path) as checkpoint:
+        in_order = checkpoint.in_file_order(shards)
+        checkpoint.read_ahead(in_order)
+        advice.wait_for(num_bytes)
+        monkeypatch.setattr(os, "preadv", counted)
+        for shard in in_order:
+            checkpoint.fill_shard(shard)
+    asked = [at for _, first, size in advice.asked for at in range(first, first + size)]
+    assert len(asked) == num_bytes
+    assert asked == read
