@@ -12,8 +12,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 from mkdocs.structure.files import File
 
+from cluster.cli.engine_flags import flag_notes
 from cluster.cli.parser import command_parser, make_parser
-from cluster.cli.vllm_flags import flag_notes
 from cluster.serving.admin.openapi import openapi_document
 
 if TYPE_CHECKING:

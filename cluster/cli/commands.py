@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.client_flags import sampling_fields
-from cluster.cli.engine_flags import engine_options
+from cluster.cli.engine_flags import engine_options, ignored_flags, log_ignored_flags
 from cluster.cli.parser import USAGE_EXIT, command_parser, make_parser
 from cluster.cli.process import discard_output, exiting_at_interrupt, has_lost_reader, is_disk_full
 from cluster.cli.serve_flags import CONFIG_FLAG, DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
-from cluster.cli.vllm_flags import ignored_flags, log_ignored_flags
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.progress import progress_reports
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
@@ -24,8 +23,8 @@ from pagedray.machine import raise_descriptor_limit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cluster.cli.remote_model import RemoteModel
-    from cluster.cli.text_llm import LocalModel
+    from cluster.cli.server_connection import RemoteModel
+    from cluster.cli.terminal import LocalModel
     from cluster.serving.frontend_options import FrontendOptions
     from pagedray.config import EngineConfig
 
@@ -224,11 +223,11 @@ def _text_model(parsed: argparse.Namespace) -> LocalModel | RemoteModel:
     """Return a model of a server if there is a URL or no model to load. Raises PagedRayError."""
     given, options = sampling_fields(parsed), engine_options(parsed)
     if parsed.url is None and parsed.model is not None:
-        from cluster.cli.text_llm import LocalModel
+        from cluster.cli.terminal import LocalModel
 
         return LocalModel(parsed.model, options, given)
     from cluster.cli.client_flags import read_key
-    from cluster.cli.remote_model import RemoteModel
+    from cluster.cli.server_connection import RemoteModel
 
     for name, value in asdict(replace(options, executor="ray")).items():
         if value != getattr(EngineOptions(), name):

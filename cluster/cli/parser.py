@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.flags import add_bench_flags, add_latency_flags, add_throughput_flags
 from cluster.cli.client_flags import add_client_flags, add_sampling_flags
-from cluster.cli.engine_flags import add_engine_flags
+from cluster.cli.engine_flags import add_engine_flags, add_vllm_flags
 from cluster.cli.flag import group_of, read_value, seconds
 from cluster.cli.serve_flags import add_model_names, add_serve_flags
 from cluster.cli.simulate_flags import add_simulate_flags
-from cluster.cli.vllm_flags import add_vllm_flags
 from pagedray.version import __version__
 
 if TYPE_CHECKING:

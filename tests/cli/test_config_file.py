@@ -8,8 +8,8 @@ import pytest
 
 from cluster.cli.commands import main
 from cluster.cli.config_file import apply_config
+from cluster.cli.engine_flags import ignored_flags
 from cluster.cli.parser import command_parser, make_parser
-from cluster.cli.vllm_flags import ignored_flags
 
 if TYPE_CHECKING:
     import argparse

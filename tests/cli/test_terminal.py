@@ -183,11 +183,11 @@ def test_failures_are_one_line(
 def test_without_a_url_the_server_of_this_machine_is_used(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.cli.remote_model.DEFAULT_URL", server.url)
+    monkeypatch.setattr("cluster.cli.server_connection.DEFAULT_URL", server.url)
     monkeypatch.setenv("PAGEDRAY_API_KEY", "secret-key")
     assert main(["generate", "one"]) == 0
     assert server.keys == ["Bearer secret-key"]
-    monkeypatch.setattr("cluster.cli.remote_model.DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr("cluster.cli.server_connection.DEFAULT_URL", "http://127.0.0.1:1")
     for command in (["generate", "one"], ["chat"]):
         assert main(command) == 1
         assert "No server is running at http://127.0.0.1:1. Start one" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from cluster.cli.bench.datasets import WORKLOADS, RandomLengths, uniform_workload
 from cluster.cli.bench.flags import DEFAULT_NUM_PROMPTS, LENGTH_FLAGS
-from cluster.cli.text_llm import TextLLM
+from cluster.cli.terminal import TextLLM
 from cluster.engine.engine_options import default_device
 from pagedray.errors import DeviceError, StartupError
 from pagedray.sampling_params import SamplingParams

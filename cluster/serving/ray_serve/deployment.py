@@ -18,7 +18,6 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from cluster.engine.engine_options import full_name
 from cluster.serving.http_app import build_http_app
 from cluster.serving.intake import BufferLimits
-from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import (
@@ -28,13 +27,14 @@ from cluster.serving.ray_serve.options import (
     ServeOptions,
     read_arguments,
 )
+from cluster.serving.ray_serve.proxied_call import receive_carried
 from cluster.serving.ray_serve.replica_calls import (
     call_named,
     call_others,
     current_call_id,
     find_replica,
 )
-from cluster.serving.ray_serve.served_replica import ServedReplica
+from cluster.serving.ray_serve.replica_engine import ServedReplica
 from cluster.serving.responses.stored_responses import (
     Kept,
     LostReplicaError,

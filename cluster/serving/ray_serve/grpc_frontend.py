@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY, ProxiedMessage
+from cluster.serving.ray_serve.proxied_call import TIMEOUT_KEY, ProxiedMessage
 from cluster.serving.rpc.call import RpcCall, metadata_of
 from cluster.serving.rpc.entry import enter_call, log_rejection
 from cluster.serving.rpc.health import UNKNOWN_SERVICE, service_of

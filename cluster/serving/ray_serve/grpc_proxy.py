@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from cluster.serving.intake import LARGEST, MAX_REQUEST_BYTES
-from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY, ProxiedMessage
 from cluster.serving.ray_serve.placement import (
     MAX_KEY_MESSAGES,
     MAX_KEY_TOKENS,
@@ -26,7 +25,12 @@ from cluster.serving.ray_serve.placement import (
     RoutingKey,
     prefix_key,
 )
-from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.proxied_call import (
+    TIMEOUT_KEY,
+    HeldBytes,
+    ProxiedCall,
+    ProxiedMessage,
+)
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from cluster.serving.rpc.call import AUTHORIZATION, Context, abort_call
 from cluster.serving.rpc.requests import check_fields, check_message_size

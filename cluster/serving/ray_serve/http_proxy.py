@@ -23,9 +23,8 @@ from cluster.serving.http.errors import rejection_body
 from cluster.serving.http.http_call import declared_length
 from cluster.serving.intake import MAX_REQUEST_BYTES
 from cluster.serving.openai.response_choice import DONE_EVENT, error_event
-from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.placement import Owners, RoutingKey, prefix_key, replica_key
-from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.proxied_call import BODY_KEY, HeldBytes, ProxiedCall
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from cluster.serving.responses.stored_responses import replica_of
 from pagedray.errors import DeadlineError

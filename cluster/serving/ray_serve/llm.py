@@ -24,7 +24,7 @@ from cluster.serving.ray_serve.options import (
     ServeOptions,
     read_arguments,
 )
-from cluster.serving.ray_serve.served_replica import ServedReplica
+from cluster.serving.ray_serve.replica_engine import ServedReplica
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping

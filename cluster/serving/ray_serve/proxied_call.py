@@ -14,16 +14,25 @@ import time
 from array import array
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.serving.continuation import Continuation, SequenceProgress
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
+    from starlette.types import Message, Receive, Scope
+
     from cluster.serving.continuation import Cause, Progress
 
-__all__ = ["ProxiedCall", "current_call"]
+__all__ = [
+    "BODY_KEY",
+    "TIMEOUT_KEY",
+    "ProxiedCall",
+    "ProxiedMessage",
+    "current_call",
+    "receive_carried",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +46,12 @@ costs no call. Clients get an error within 15 seconds."""
 _HUNG_WAIT_S = 5.0
 """The wait after a replica hung, which took a few seconds to detect."""
 _current: ContextVar[ProxiedCall | None] = ContextVar("_current", default=None)
-
 _MAX_HELD_BYTES = 256 * 2**20
+
+BODY_KEY = "pagedray.body"
+"""The key of the whole body in the ASGI scope, which clients cannot set."""
+TIMEOUT_KEY = "pagedray-timeout-ms"
+"""The metadata key of a call's remaining time, which Serve does not pass to replicas."""
 
 
 def current_call() -> ProxiedCall | None:
@@ -269,3 +282,33 @@ class HeldCall:
         self._num_bytes = 0
         self.is_complete = False
         self._sequences.clear()
+
+
+def receive_carried(scope: Scope, receive: Receive) -> Receive:
+    """Return a `receive` that begins with the body that `scope` carries, if any.
+
+    The messages of the body may be received again, which applications ignore.
+    """
+    body: bytes | None = scope.pop(BODY_KEY, None)
+    if body is None:
+        return receive
+    is_taken = False
+
+    async def receive_body_first() -> Message:
+        nonlocal is_taken
+        if is_taken:
+            return await receive()
+        is_taken = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_body_first
+
+
+class ProxiedMessage(NamedTuple):
+    """The message of a call, with the data that keeps the call the same in any replica.
+
+    Clients cannot send such a message: Serve decodes their messages as bytes.
+    """
+
+    body: bytes
+    continuation: Continuation

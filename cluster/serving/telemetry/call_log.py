@@ -9,23 +9,25 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.telemetry.log_lines import LineRate
+from pagedray.errors import PagedRayError
+from pagedray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.serving.inputs import Frontend
-    from cluster.serving.telemetry.call_report import CallReport
 
-__all__ = ["RejectedCalls", "log_call"]
+__all__ = ["CallReport", "RejectedCalls", "log_call", "outcome_of"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHARACTERS = 300
 """Characters of a field of a rejected call."""
-
 _TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-")
 
 
@@ -98,3 +100,42 @@ def trace_id_of(traceparent: str | None) -> str | None:
     """Return the trace id of a header; None if it is missing or invalid."""
     found = None if traceparent is None else _TRACE_PARENT.match(traceparent)
     return None if found is None else found[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """One call; times are on the monotonic clock, and None if the event did not happen."""
+
+    operation: Operation
+    origin: CallOrigin
+    tenant: str
+    model: str
+    """The served name of the model."""
+    id: str
+    """The id known to the client; empty if the call was rejected before it had an id."""
+    sampling: SamplingParams | None
+    outcome: str
+    is_rejected: bool
+    """Whether it ended before it reached the engine."""
+    arrived_s: float
+    validated_s: float | None
+    """When the prompts were tokenized and validated."""
+    started_s: float | None
+    """When the call was first scheduled."""
+    first_token_s: float | None
+    last_token_s: float | None
+    ended_s: float
+    num_sequences: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+    @property
+    def generates_tokens(self) -> bool:
+        """Whether it requested tokens rather than vectors or scores."""
+        return self.operation in ("chat", "text_completion")
+
+
+def outcome_of(error: Exception) -> str:
+    """Return the outcome of a call that ends with `error`."""
+    return error.outcome if isinstance(error, PagedRayError) else "error"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH
-from cluster.serving.telemetry.call_report import CallReport, outcome_of
+from cluster.serving.telemetry.call_log import CallReport, outcome_of
 from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from prometheus_client.samples import Sample
 
 from cluster.engine.stats import DurationHistogram
 from cluster.serving.continuation import CAUSES, Cause
-from cluster.serving.telemetry.call_report import outcome_of
+from cluster.serving.telemetry.call_log import outcome_of
 from cluster.serving.telemetry.engine_metrics import EngineCollector, duration_family
 from cluster.serving.telemetry.load_history import LATENCY_BOUNDS_S
 from pagedray.errors import PagedRayError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Frontend
-    from cluster.serving.telemetry.call_report import CallReport
+    from cluster.serving.telemetry.call_log import CallReport
     from pagedray.config import EngineConfig
     from pagedray.structure import StructureKind
 

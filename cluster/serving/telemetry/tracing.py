@@ -33,7 +33,7 @@ from pagedray.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from cluster.serving.telemetry.call_report import CallReport
+    from cluster.serving.telemetry.call_log import CallReport
 
 __all__ = ["Tracer", "otlp_tracer"]
 

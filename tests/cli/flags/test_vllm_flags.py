@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.engine_flags import engine_options
+from cluster.cli.engine_flags import engine_options, flag_notes, ignored_flags
 from cluster.cli.flag import read_object
 from cluster.cli.parser import OneLineParser, command_parser, make_parser
-from cluster.cli.vllm_flags import flag_notes, ignored_flags
 from cluster.engine.engine_options import EngineOptions
 from cluster.engine.vllm_options import IGNORED, IGNORED_SWITCHES, REJECTED
 from cluster.serving.auth import Authenticator

@@ -15,12 +15,11 @@ import grpc
 
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http_app import build_http_app
-from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
 from cluster.serving.ray_serve.options import MessagePace
-from cluster.serving.ray_serve.proxied_call import ProxiedCall, current_call
+from cluster.serving.ray_serve.proxied_call import ProxiedCall, current_call, receive_carried
 from cluster.serving.responses.stored_responses import (
     LostReplicaError,
     ResponseStore,

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 import pagedray
 from cluster.llm.sampling_params import RequestOutputKind
 from cluster.serving.auth import Authenticator, digest_of, new_key
-from cluster.serving.ray_serve.carried_body import TIMEOUT_KEY
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import MessagePace
+from cluster.serving.ray_serve.proxied_call import TIMEOUT_KEY
 from cluster.serving.text.template_arguments import ChatPrompt
 from pagedray.errors import AuthenticationError, InvalidRequestError, PagedRayError
 from pagedray.sampling_params import SamplingParams

@@ -16,9 +16,9 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 from cluster.serving.ray_serve.handle import ServeHandle
-from cluster.serving.ray_serve.handle_stream import HandleRequest, HandleStream
 from cluster.serving.ray_serve.options import MessagePace
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
+from cluster.serving.ray_serve.router import HandleRequest, HandleStream
 from pagedray.errors import DeadlineError, EngineError, InvalidRequestError
 from tests.serving.checkpoint import TEXT
 from tests.serving.ray_serve.failing_replicas import Replica

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.http_proxy import SESSION_HEADER, ReplicaGuard
 from cluster.serving.ray_serve.placement import RoutingKey
-from cluster.serving.ray_serve.proxied_call import ProxiedCall, current_call
+from cluster.serving.ray_serve.proxied_call import BODY_KEY, ProxiedCall, current_call
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from cluster.serving.ray_serve.load_watchdog import Pulse
 from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError, ReplicaReads
+from cluster.serving.ray_serve.replica_engine import Leases
 from cluster.serving.ray_serve.router import Renewals, ReplicaWatch
-from cluster.serving.ray_serve.served_replica import Leases
 from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:

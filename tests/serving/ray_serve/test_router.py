@@ -20,7 +20,6 @@ from ray.serve._private.common import (
 )
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from cluster.serving.ray_serve.handle_stream import HandleRequest
 from cluster.serving.ray_serve.placement import (
     MAX_CHOICES,
     LastServed,
@@ -30,7 +29,7 @@ from cluster.serving.ray_serve.placement import (
     prefix_key,
     replica_key,
 )
-from cluster.serving.ray_serve.router import AffinityRouter
+from cluster.serving.ray_serve.router import AffinityRouter, HandleRequest
 from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 
 if TYPE_CHECKING:

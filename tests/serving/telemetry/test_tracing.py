@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import CallOrigin, GenerationInput
 from cluster.serving.servicer import Servicer
-from cluster.serving.telemetry.call_report import CallReport
+from cluster.serving.telemetry.call_log import CallReport
 from cluster.serving.telemetry.tracing import Tracer, otlp_tracer
 from pagedray.errors import InvalidRequestError, StartupError
 from tests.serving.conftest import engine_config
