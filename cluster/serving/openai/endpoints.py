@@ -25,6 +25,7 @@ from cluster.serving.openai.event_stream import EventStream, answer_call, unless
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import DONE_EVENT, ResponseOptions, error_event
 from cluster.serving.resume import StreamFormat
+from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError, PagedRayError
 
@@ -37,12 +38,9 @@ if TYPE_CHECKING:
     from cluster.serving.openai.chat_format import ChoiceFormat
     from cluster.serving.resume import StreamReader
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
-    from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["openai_endpoints"]
 
-_MAX_ENCODED_NUMBERS = 2**14
-"""Numbers encoded between two turns of the event loop."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -70,22 +68,19 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Asked:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ParsedCall:
     """The parsed request; the body itself is dropped while the call runs."""
 
     options: ResponseOptions
     is_stream: bool
-    form: StreamFormat | None
+    format: StreamFormat | None
     """The format of the stream if it can be resumed."""
-    resumes_after: int | None
-    """The number of the last event that the client has, if it resumes the stream."""
-    given: GenerationInput | None = None
+    given: GenerationInput | None
     """None if the client resumes the stream."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names for parameters that differ from the engine's."""
-    echoes: bool = False
-    """Whether the text begins with the prompt."""
+    tools: ToolUse | None = None
     shows_reasoning: bool = True
     has_functions: bool = False
     """Whether a call is written as `function_call`."""
@@ -107,60 +102,70 @@ class _OpenAIHandlers:
         return json_response(self._card(call.path_value))
 
     async def completion(self, call: HttpCall) -> Response:
-        def read(body: CompletionBody, raw: bytes) -> _Asked:
-            asked = self._asked(call, body, raw)
-            if asked.resumes_after is None:
-                asked.given = body.to_input(call.client_id)
-                asked.names = body.structure_names() | {"max_tokens": body.limit_name}
-                asked.echoes = body.echo
-                asked.options = replace(
-                    asked.options,
-                    num_echoed_logprobs=body.logprobs if body.echo else None,
-                    hides_output=body.hides_output,
-                )
-            return asked
+        def read(body: CompletionBody, raw: bytes) -> tuple[_ParsedCall, bool]:
+            options = replace(
+                self._options(body, call),
+                num_echoed_logprobs=body.logprobs if body.echo else None,
+                hides_output=body.hides_output,
+            )
+            parsed = _ParsedCall(
+                options=options,
+                is_stream=body.stream,
+                format=_stream_format(call, body, raw),
+                given=None if _resumes(call, body) else body.to_input(call.client_id),
+                names=body.structure_names() | {"max_tokens": body.limit_name},
+            )
+            return parsed, body.echo
 
-        asked = await call.body(CompletionBody, read)
-        if asked.given is None:
-            return self._resumed(call, asked)
-        generation = await self._start(call, asked.given, asked.names)
-        token_bytes = self._servicer.tokenizer.token_bytes
-        if asked.echoes:
-            texts = await self._texts_of(generation, asked.given)
-            asked.options = replace(asked.options, echoed_texts=texts)
-        format = CompletionFormat(generation, token_bytes, asked.options)
-        return await self._respond(call, asked, format)
+        parsed, echoes = await call.body(CompletionBody, read)
+        if parsed.given is None:
+            return self._resumed(call, parsed)
+        generation = await self._start(call, parsed.given, parsed.names)
+        options = parsed.options
+        if echoes:
+            texts = await self._texts_of(generation, parsed.given)
+            options = replace(options, echoed_texts=texts)
+        format = CompletionFormat(generation, self._servicer.tokenizer.token_bytes, options)
+        return await self._respond(call, parsed, format)
 
     async def chat(self, call: HttpCall) -> Response:
-        def read(body: ChatBody, raw: bytes) -> tuple[_Asked, ToolUse]:
-            asked = self._asked(call, body, raw)
+        def read(body: ChatBody, raw: bytes) -> _ParsedCall:
             tools = body.tool_use(self._servicer.tool_format)
-            if asked.resumes_after is None:
-                asked.given = body.to_input(
+            variables = self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
+            return _ParsedCall(
+                options=self._options(body, call),
+                is_stream=body.stream,
+                format=_stream_format(call, body, raw),
+                given=None
+                if _resumes(call, body)
+                else body.to_input(
                     call.client_id,
                     tools,
-                    known_variables=self._servicer.tokenizer.template_variables(
-                        has_tools=tools.is_read
-                    ),
+                    known_variables=variables,
                     note_ignored=call.ignored.note,
-                )
-                asked.shows_reasoning = body.include_reasoning
-                asked.names = body.names(tools)
-                asked.has_functions = body.has_functions
-            return asked, tools
+                ),
+                names=body.names(tools),
+                tools=tools,
+                shows_reasoning=body.include_reasoning,
+                has_functions=body.has_functions,
+            )
 
-        asked, tools = await call.body(ChatBody, read)
-        if asked.given is None:
-            return self._resumed(call, asked)
-        generation = await self._start(call, asked.given, asked.names)
+        parsed = await call.body(ChatBody, read)
+        if parsed.given is None:
+            return self._resumed(call, parsed)
+        assert parsed.tools is not None
+        generation = await self._start(call, parsed.given, parsed.names)
         token_bytes = self._servicer.tokenizer.token_bytes
         turns = Turns(
-            tools, generation.reasoning, token_bytes, shows_reasoning=asked.shows_reasoning
+            parsed.tools,
+            generation.reasoning,
+            token_bytes,
+            shows_reasoning=parsed.shows_reasoning,
         )
         format = ChatFormat(
-            generation, token_bytes, asked.options, turns, has_functions=asked.has_functions
+            generation, token_bytes, parsed.options, turns, has_functions=parsed.has_functions
         )
-        return await self._respond(call, asked, format)
+        return await self._respond(call, parsed, format)
 
     async def embedding(self, call: HttpCall) -> Response:
         return await self._embedded(call, kind="embedding", field="embedding")
@@ -180,33 +185,27 @@ class _OpenAIHandlers:
         given = replace(given, tenant=call.tenant.name, origin=call.origin)
         work = self._servicer.embed(given, call.entered)
         output = await unless_disconnected(call.request.receive, work)
-        encoded = await _encoded(output, kind=kind, field=field, as_base64=as_base64)
+        encoded = await call.intake.parse(
+            output.vectors.nbytes,
+            lambda: _encoded(output, kind=kind, field=field, as_base64=as_base64),
+        )
         usage = {
             "prompt_tokens": output.num_prompt_tokens,
             "total_tokens": output.num_prompt_tokens,
         }
-        content = b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (
+        content = b'{"object":"list","data":%b,"model":%b,"usage":%b}' % (
             encoded,
             _encode(self._model),
             _encode(usage),
         )
         return Response(content, media_type=JSON_TYPE)
 
-    def _asked(self, call: HttpCall, body: GenerationBody, raw: bytes) -> _Asked:
-        """Return the parsed request, without the input of the call."""
-        is_resumable = body.is_resumable
-        return _Asked(
-            resumes_after=call.last_event_number if is_resumable else None,
-            form=format_of(call, raw) if is_resumable else None,
-            options=self._options(body, call),
-            is_stream=body.stream,
-        )
-
-    def _resumed(self, call: HttpCall, asked: _Asked) -> Response:
+    def _resumed(self, call: HttpCall, parsed: _ParsedCall) -> Response:
         """Return the response to a request that resumes its stream."""
-        assert asked.resumes_after is not None
-        assert asked.form is not None
-        return self.streams.resume_post(call, asked.resumes_after, asked.form)
+        number = call.last_event_number
+        assert number is not None
+        assert parsed.format is not None
+        return self.streams.resume_post(call, number, parsed.format)
 
     async def _start(
         self, call: HttpCall, given: GenerationInput, names: Mapping[str, str]
@@ -263,12 +262,12 @@ class _OpenAIHandlers:
             skips_special_tokens=body.skip_special_tokens,
         )
 
-    async def _respond(self, call: HttpCall, asked: _Asked, format: ChoiceFormat) -> Response:
+    async def _respond(self, call: HttpCall, parsed: _ParsedCall, format: ChoiceFormat) -> Response:
         response = GenerationResponse(format)
-        if asked.form is not None:
-            return self.streams.keep(format.generation, response, asked.form)
+        if parsed.format is not None:
+            return self.streams.keep(format.generation, response, parsed.format)
         return await answer_call(
-            self._servicer, call, format.generation, response, is_stream=asked.is_stream
+            self._servicer, call, format.generation, response, is_stream=parsed.is_stream
         )
 
     def _card(self, name: str) -> Json:
@@ -281,26 +280,27 @@ class _OpenAIHandlers:
         }
 
 
-async def _encoded(output: EmbeddingOutput, *, kind: str, field: str, as_base64: bool) -> bytes:
-    """Return the vectors as JSON entries, separated by commas."""
-    entries: list[bytes] = []
-    num_numbers = 0
-    for index, vector in enumerate(output.vectors):
-        numbers = (
-            base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            if as_base64
-            else vector.tolist()
-        )
-        entries.append(_encode({"object": kind, "index": index, field: numbers}))
-        num_numbers += len(vector)
-        if num_numbers >= _MAX_ENCODED_NUMBERS:
-            num_numbers = 0
-            await asyncio.sleep(0)
-    return b",".join(entries)
+def _encoded(output: EmbeddingOutput, *, kind: str, field: str, as_base64: bool) -> bytes:
+    """Return the vectors as JSON entries."""
+    vectors = (
+        [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in output.vectors]
+        if as_base64
+        else output.vectors.tolist()
+    )
+    return _encode(
+        [{"object": kind, "index": index, field: one} for index, one in enumerate(vectors)]
+    )
 
 
-def format_of(call: HttpCall, raw: bytes) -> StreamFormat:
-    """Return the format of the stream of a request, given the bytes of its body."""
+def _resumes(call: HttpCall, body: GenerationBody) -> bool:
+    """Return whether a client resumes its stream by sending the request again."""
+    return body.is_resumable and call.last_event_number is not None
+
+
+def _stream_format(call: HttpCall, body: GenerationBody, raw: bytes) -> StreamFormat | None:
+    """Return the format of a stream that can be resumed, given the bytes of its body."""
+    if not body.is_resumable:
+        return None
     path = call.request.scope["path"]
     return StreamFormat("http", path, hashlib.sha256(raw).digest())
 

@@ -6,9 +6,8 @@ A stream that can be resumed continues without its response.
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import (
         AsyncGenerator,
         AsyncIterator,
-        Awaitable,
         Callable,
         Coroutine,
         Sequence,
@@ -40,9 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EventResponse", "EventStream", "answer_call", "unless_disconnected"]
 
-_PAUSE_RATIO = 3.0
-"""Length of a pause between pieces, as a multiple of the time to send a piece."""
-_MAX_PAUSE_S = 0.01
 Result = TypeVar("Result")
 _OUTPUT_BYTES = 128
 """Memory of an output without its content."""
@@ -106,12 +101,30 @@ class EventStream(Response):
         self, events: AsyncIterator[bytes | tuple[bytes, ...]], waiting_event: bytes, send: Send
     ) -> None:
         """Send the events, and others while there are none."""
-        waiting = WaitingEvents(lambda: self._send_event(waiting_event, send))
-        async with waiting.sending():
+        loop = asyncio.get_running_loop()
+        sending = asyncio.Lock()
+        last_s = loop.time()
+
+        async def send_waiting_events() -> None:
+            nonlocal last_s
+            while True:
+                passed_s = 0.0 if sending.locked() else loop.time() - last_s
+                if passed_s >= _INTERVAL_S:
+                    async with sending:
+                        await self._send_event(waiting_event, send)
+                    last_s, passed_s = loop.time(), 0.0
+                await asyncio.sleep(_INTERVAL_S - passed_s)
+
+        task = asyncio.create_task(send_waiting_events())
+        try:
             async for written in events:
-                await waiting.hold()
-                await self._send_event(written, send)
-                waiting.release()
+                async with sending:
+                    await self._send_event(written, send)
+                last_s = loop.time()
+        finally:
+            task.cancel()
+            # If the client does not read, sending the next event fails as well.
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _send_event(self, written: bytes | tuple[bytes, ...], send: Send) -> None:
         if self._take_progress is None:
@@ -134,15 +147,12 @@ class EventStream(Response):
 
 async def _send_parts(parts: tuple[bytes, ...], send: Send) -> None:
     """Send large events as the client reads them."""
-    pause_s: float | None = None
-    for piece in pieces_of(parts):
-        if pause_s is not None:
+    for number, piece in enumerate(pieces_of(parts)):
+        if number:
             # While its client reads fast, sending waits for nothing, but others have tokens to
             # send.
-            await asyncio.sleep(pause_s)
-        began_s = time.perf_counter()
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": piece, "more_body": True})
-        pause_s = min(_PAUSE_RATIO * (time.perf_counter() - began_s), _MAX_PAUSE_S)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
@@ -283,53 +293,3 @@ class EventResponse(ABC):
     @abstractmethod
     def _error_event(self, error: PagedRayError) -> bytes:
         """Return the event of an error."""
-
-
-class WaitingEvents:
-    """Sends an event after every 15 seconds in which nothing else was sent."""
-
-    def __init__(self, send: Callable[[], Awaitable[None]]) -> None:
-        """`send` sends one such event."""
-        self._send = send
-        self._is_held = False
-        self._being_sent: asyncio.Future[None] | None = None
-        self._last_s = 0.0
-        """When the last event of any kind was sent."""
-
-    @asynccontextmanager
-    async def sending(self) -> AsyncIterator[None]:
-        """Send them inside of the block."""
-        self._last_s = asyncio.get_running_loop().time()
-        task = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            # If the client does not read, sending the next event fails as well.
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def hold(self) -> None:
-        """Send nothing until `release` is called, and wait for the event that is being sent."""
-        self._is_held = True
-        if self._being_sent is not None:
-            await self._being_sent
-
-    def release(self) -> None:
-        """Note that another event has been sent."""
-        self._is_held = False
-        self._last_s = asyncio.get_running_loop().time()
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            passed_s = loop.time() - self._last_s
-            if self._is_held or passed_s < _INTERVAL_S:
-                await asyncio.sleep(_INTERVAL_S if self._is_held else _INTERVAL_S - passed_s)
-                continue
-            self._being_sent = loop.create_future()
-            try:
-                await self._send()
-            finally:
-                self._being_sent.set_result(None)
-                self._being_sent = None
-            self._last_s = loop.time()

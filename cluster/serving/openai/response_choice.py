@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -43,9 +43,6 @@ __all__ = [
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
-_TOKENS_AT_ONCE = 128
-"""Tokens that are written without a pause."""
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _encode = msgspec.json.Encoder().encode
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -248,57 +245,38 @@ class PromptReports:
             return reports
         for index, token_ids in enumerate(prompts):
             tokens = _tokens_of(token_ids, found.get(index, ()), is_aborted=index in aborted)
-            writer = _Writer(tokens, form, form.echoed_texts[index] if form.echoed_texts else "")
-            for _ in range(0, len(token_ids), _TOKENS_AT_ONCE):
-                buffer.collect(writer.write(_TOKENS_AT_ONCE))
-                # Writing all at once would hold the event loop.
-                await asyncio.sleep(0)
-            if form.num_listed is not None:
-                written = msgspec.Raw(b"[%b]" % b",".join(writer.listed))
-                reports._fields[index] = {"prompt_logprobs": written}
-            if form.num_echoed is not None:
-                reports._lists[index] = writer.echoed
+            text = form.echoed_texts[index] if form.echoed_texts else ""
+            # Writing a long prompt would hold the event loop.
+            fields, lists = await asyncio.to_thread(_written, list(tokens), form, text)
+            buffer.collect(sum(map(len, (*fields.values(), *lists.values()))))
+            reports._fields[index] = {name: msgspec.Raw(value) for name, value in fields.items()}
+            reports._lists[index] = {name: [value] for name, value in lists.items()}
         return reports
 
 
-class _Writer:
-    """Writes the log-probabilities of one prompt."""
-
-    def __init__(
-        self,
-        tokens: Iterator[tuple[int, PromptToken | None]],
-        form: PromptReportForm,
-        text: str,
-    ) -> None:
-        self.listed: list[bytes] = []
-        self.echoed: dict[str, list[bytes]] = {name: [] for name in _LISTS}
-        self._tokens = tokens
-        self._form = form
-        self._text = text
-        self._offsets = TextOffsets.of_prompt(form.token_bytes)
-
-    def write(self, num_tokens: int) -> int:
-        """Write this many tokens, and return the number of bytes."""
-        num_bytes = 0
-        part = list(islice(self._tokens, num_tokens))
-        if self._form.num_listed is not None:
-            rows = [_listed(token, self._form.num_listed, self._form.token_text) for token in part]
-            num_bytes += _add(rows, self.listed)
-        if self._form.num_echoed is not None:
-            num_bytes += self._echo(part, self._form.num_echoed)
-        return num_bytes
-
-    def _echo(self, step: Sequence[tuple[int, PromptToken | None]], num_likeliest: int) -> int:
-        logprobs = [None if token is None else finite(token.chosen) for _, token in step]
-        token_ids = [token_id for token_id, _ in step]
-        token_text = self._form.token_text
+def _written(
+    tokens: Sequence[tuple[int, PromptToken | None]], form: PromptReportForm, text: str
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return the field of a prompt in JSON, and the entries of the lists of an echoed prompt."""
+    fields: dict[str, bytes] = {}
+    lists: dict[str, bytes] = {}
+    if form.num_listed is not None:
+        rows = [_listed(token, form.num_listed, form.token_text) for token in tokens]
+        fields["prompt_logprobs"] = _encode(rows)
+    if form.num_echoed is not None:
+        token_ids = [token_id for token_id, _ in tokens]
         columns: dict[str, Sequence[object]] = {
-            "tokens": [token_text(token_id) for token_id in token_ids],
-            "token_logprobs": logprobs,
-            "top_logprobs": [_top(one, num_likeliest, token_text) for one in step],
-            "text_offset": self._offsets.of_tokens(token_ids, prompt=self._text),
+            "tokens": [form.token_text(token_id) for token_id in token_ids],
+            "token_logprobs": [
+                None if token is None else finite(token.chosen) for _, token in tokens
+            ],
+            "top_logprobs": [_top(one, form.num_echoed, form.token_text) for one in tokens],
+            "text_offset": TextOffsets.of_prompt(form.token_bytes).of_tokens(
+                token_ids, prompt=text
+            ),
         }
-        return sum(_add(values, self.echoed[name]) for name, values in columns.items())
+        lists = {name: _encode(values)[1:-1] for name, values in columns.items()}
+    return fields, lists
 
 
 def finite(logprob: float) -> float:
@@ -316,12 +294,6 @@ def _tokens_of(
         raise EngineError("The log-probabilities of the prompt were lost; send the request again.")
     known: Iterable[PromptToken | None] = chain.from_iterable(one.tokens() for one in found)
     return zip(token_ids, chain([None], known), strict=True)
-
-
-def _add(values: Sequence[object], parts: list[bytes]) -> int:
-    """Add values to the parts of a list in JSON, and return their bytes."""
-    parts.append(_encode(values)[1:-1])
-    return len(parts[-1])
 
 
 def _listed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from dataclasses import replace
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from cluster.serving.servicer import EmbeddingOutput, Servicer
 
 __all__ = ["score_endpoints"]
-
-_MAX_ENCODED_CHARACTERS = 2**16
-"""Characters encoded between two turns of the event loop."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -66,7 +62,7 @@ class _ScoreHandlers:
             if has_documents:
                 result["document"] = {"text": given.pairs[index][1]}
             results.append(result)
-        return await self._response(
+        return _response(
             {
                 "id": f"rerank-{uuid.uuid4().hex}",
                 "model": self._model,
@@ -81,7 +77,7 @@ class _ScoreHandlers:
             return body.to_input()
 
         output = await self._scored(call, await call.body(ScoreBody, read))
-        return await self._response(
+        return _response(
             {
                 "id": f"score-{uuid.uuid4().hex}",
                 "object": "list",
@@ -104,15 +100,7 @@ class _ScoreHandlers:
         work = self._servicer.score(given, call.entered)
         return await unless_disconnected(call.request.receive, work)
 
-    async def _response(self, head: Json, name: str, entries: Sequence[Json]) -> Response:
-        """Return a response with possibly many entries in its field `name`."""
-        encoded: list[bytes] = []
-        num_characters = 0
-        for entry in entries:
-            encoded.append(_encode(entry))
-            num_characters += len(encoded[-1])
-            if num_characters >= _MAX_ENCODED_CHARACTERS:
-                num_characters = 0
-                await asyncio.sleep(0)
-        content = b'%b,"%b":[%b]}' % (_encode(head)[:-1], name.encode(), b",".join(encoded))
-        return Response(content, media_type=JSON_TYPE)
+
+def _response(head: Json, name: str, entries: Sequence[Json]) -> Response:
+    """Return a response with entries in its field `name`."""
+    return Response(_encode({**head, name: entries}), media_type=JSON_TYPE)

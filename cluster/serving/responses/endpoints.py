@@ -47,7 +47,7 @@ _COUNT_NAMES = {"messages": "input"}
 
 
 @dataclass(slots=True)
-class _Asked:
+class _ParsedCall:
     """The parsed body of a request."""
 
     given: GenerationInput
@@ -90,45 +90,45 @@ class _Handlers:
         self._store = store
 
     async def create(self, call: HttpCall) -> Response:
-        asked = await call.body_with(
+        parsed = await call.body_with(
             ResponsesBody,
             lambda body: self._previous(call.tenant.name, body),
-            lambda body, previous: self._asked(call, body, previous),
+            lambda body, previous: self._parsed(call, body, previous),
         )
         continuation = call.continuation
         given = replace(
-            asked.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
+            parsed.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
         )
         kept = self._servicer.buffers.open_buffer(call.tenant.name)
-        kept.collect(len(asked.echo.large))
+        kept.collect(len(parsed.echo.large))
         try:
             generation = await self._servicer.start_generation(given, call.entered)
         except BaseException as error:
             kept.clear()
             if isinstance(error, InvalidRequestError):
-                raise renamed(error, asked.params) from error
+                raise renamed(error, parsed.params) from error
             raise
         generation.keep_until_closed(kept)
         # Clients may choose the ids of calls, but not of stored responses.
         response_id = (
-            self._store.new_id(continuation) if asked.is_stored else f"resp_{generation.id}"
+            self._store.new_id(continuation) if parsed.is_stored else f"resp_{generation.id}"
         )
 
         def keep(items: Sequence[Json], body: bytes) -> None:
-            self._keep(call.tenant.name, response_id, asked, items, body)
+            self._keep(call.tenant.name, response_id, parsed, items, body)
 
         response = ResponsesResponse(
             generation,
-            Turns(asked.tools, generation.reasoning, self._servicer.tokenizer.token_bytes),
+            Turns(parsed.tools, generation.reasoning, self._servicer.tokenizer.token_bytes),
             model=self._servicer.config.model.name,
             created_s=int(time.time()) if continuation is None else continuation.created_s,
-            echo=asked.echo,
+            echo=parsed.echo,
             response_id=response_id,
-            names=asked.names,
-            keep=keep if asked.is_stored and self._store.keeps(continuation) else None,
+            names=parsed.names,
+            keep=keep if parsed.is_stored and self._store.keeps(continuation) else None,
         )
         return await answer_call(
-            self._servicer, call, generation, response, is_stream=asked.is_stream
+            self._servicer, call, generation, response, is_stream=parsed.is_stream
         )
 
     async def count_tokens(self, call: HttpCall) -> Response:
@@ -177,7 +177,7 @@ class _Handlers:
         await self._store.delete(call.tenant.name, _response_id(call))
         return json_response({"id": call.path_value, "object": "response", "deleted": True})
 
-    def _asked(self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None) -> _Asked:
+    def _parsed(self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None) -> _ParsedCall:
         earlier = () if previous is None else previous.conversation()
         is_stored = self._store.is_enabled and body.store is not False
         if body.store and not is_stored:
@@ -194,7 +194,7 @@ class _Handlers:
         echo = body.echoed(is_stored=is_stored)
         (prompt,) = given.prompts
         assert isinstance(prompt, ChatPrompt)
-        return _Asked(
+        return _ParsedCall(
             given=given,
             tools=tools,
             names=functions.names,
@@ -219,17 +219,17 @@ class _Handlers:
         return await self._store.find_previous(tenant, given)
 
     def _keep(
-        self, tenant: str, response_id: str, asked: _Asked, items: Sequence[Json], body: bytes
+        self, tenant: str, response_id: str, parsed: _ParsedCall, items: Sequence[Json], body: bytes
     ) -> None:
         """Store a complete response with the output `items`, and the messages that it adds."""
         problem = ""
-        messages = asked.messages
+        messages = parsed.messages
         try:
             messages += read_items(items)
         except InvalidRequestError as error:
             problem = str(error)
-        num_given = len(asked.messages)
-        turn = StoredTurn(body, messages, asked.previous, num_given=num_given, problem=problem)
+        num_given = len(parsed.messages)
+        turn = StoredTurn(body, messages, parsed.previous, num_given=num_given, problem=problem)
         self._store.keep(tenant, response_id, turn)
 
     def _known_variables(self, tools: ToolUse) -> frozenset[str]:
