@@ -177,7 +177,9 @@ class _Handlers:
         await self._store.delete(call.tenant.name, _response_id(call))
         return json_response({"id": call.path_value, "object": "response", "deleted": True})
 
-    def _parsed(self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None) -> _ParsedCall:
+    def _parsed(
+        self, call: HttpCall, body: ResponsesBody, previous: StoredTurn | None
+    ) -> _ParsedCall:
         earlier = () if previous is None else previous.conversation()
         is_stored = self._store.is_enabled and body.store is not False
         if body.store and not is_stored:
