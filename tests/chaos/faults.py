@@ -19,7 +19,7 @@ import psutil
 
 from tests.chaos.clients import Relay
 from tests.chaos.targets import Target, named
-from tests.load.body_mutator import mutated_json, mutated_protobuf
+from tests.load.mutated_bodies import mutated_json, mutated_protobuf
 from tests.load.keep_alive import KeepAlive
 from tests.load.request_bodies import json_bodies, protobuf_bodies
 

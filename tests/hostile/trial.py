@@ -22,7 +22,7 @@ from pagedray.v1 import pagedray_pb2_grpc
 from tests.hostile.attack import Attack, Findings, Target
 from tests.load.measured_server import MeasuredServer
 from tests.load.report import times_ms
-from tests.load.tenant_keys import write_keys
+from tests.load.measured_server import write_keys
 from tests.orphan_guard import end_with_parent
 
 if TYPE_CHECKING:

@@ -13,15 +13,17 @@ import grpc
 import httpx
 import psutil
 
+from cluster.serving.auth import digest_of, new_key
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.orphan_guard import OrphanGuard
 from tests.system.server_process import ROOT, TINY_LLAMA, serve_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
-__all__ = ["LOAD_CORE", "SERVER_CORE", "MeasuredServer", "pin_load"]
+__all__ = ["MeasuredServer", "pin_load", "write_keys"]
 
 _CORES = sorted(os.sched_getaffinity(0))
 SERVER_CORE = _CORES[0]
@@ -170,3 +172,15 @@ class MeasuredServer:
     def _all_arguments(self) -> tuple[str, ...]:
         executor = f"--executor={self._executor}"
         return (executor, "--device=cpu", "--num-threads=1", *self._arguments)
+
+
+def write_keys(path: Path, *names: str) -> dict[str, str]:
+    """Write a file with a key for each tenant, and return the keys."""
+    keys = {name: new_key() for name in names}
+    entries = (
+        f'[tenants.{name}]\nkeys = ["sha256:{digest_of(key).hex()}"]\n'
+        for name, key in keys.items()
+    )
+    path.touch(0o600)
+    path.write_text("\n".join(entries))
+    return keys

@@ -10,7 +10,7 @@ import pytest
 from cluster.cli.commands import main
 from tests.cli.bench.other_server import NUM_TOKENS, OtherServer, serving
 from tests.cli.loads_server import serving as not_found
-from tests.load.tenant_keys import write_keys
+from tests.load.measured_server import write_keys
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:

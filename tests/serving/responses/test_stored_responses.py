@@ -24,7 +24,7 @@ from cluster.serving.responses.items import ItemsQuery, items_page, size_of_item
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
 from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
-from tests.load.tenant_keys import write_keys
+from tests.load.measured_server import write_keys
 from tests.serving.conftest import Server
 from tests.serving.responses.response_calls import CALL, OUTPUT, TOOL, create, posted
 

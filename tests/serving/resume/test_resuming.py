@@ -18,7 +18,7 @@ from cluster.serving.resume import ResumableStreams, StreamFormat
 from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.fakes import wait_for
-from tests.load.tenant_keys import write_keys
+from tests.load.measured_server import write_keys
 from tests.serving.resume.conftest import GRACE_S
 from tests.serving.resume.stream_calls import (
     MANY,
