@@ -19,8 +19,8 @@ import psutil
 
 from tests.chaos.clients import Relay
 from tests.chaos.targets import Target, named
-from tests.load.mutated_bodies import mutated_json, mutated_protobuf
 from tests.load.keep_alive import KeepAlive
+from tests.load.mutated_bodies import mutated_json, mutated_protobuf
 from tests.load.request_bodies import json_bodies, protobuf_bodies
 
 _OPEN_TIMEOUT_S = 10.0

@@ -18,8 +18,8 @@ import pytest
 
 from tests.hostile.attack import Target
 from tests.hostile.floods import PostFlood
-from tests.load.report import times_ms
 from tests.load.measured_server import write_keys
+from tests.load.report import times_ms
 from tests.system.models.test_rerank import DOCUMENTS, QUERY, save_qwen3
 from tests.system.server_process import ServerProcess
 

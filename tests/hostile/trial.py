@@ -20,9 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.hostile.attack import Attack, Findings, Target
-from tests.load.measured_server import MeasuredServer
+from tests.load.measured_server import MeasuredServer, write_keys
 from tests.load.report import times_ms
-from tests.load.measured_server import write_keys
 from tests.orphan_guard import end_with_parent
 
 if TYPE_CHECKING:

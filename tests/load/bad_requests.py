@@ -19,9 +19,8 @@ import grpc
 
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.load.keep_alive import KeepAlive
-from tests.load.measured_server import MeasuredServer, pin_load
+from tests.load.measured_server import MeasuredServer, pin_load, write_keys
 from tests.load.report import Report, times_ms
-from tests.load.measured_server import write_keys
 from tests.serving.grpc_frontend import status_of_call
 
 if TYPE_CHECKING:

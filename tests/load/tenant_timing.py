@@ -26,9 +26,8 @@ import grpc
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.load.keep_alive import KeepAlive
-from tests.load.measured_server import MeasuredServer, pin_load
+from tests.load.measured_server import MeasuredServer, pin_load, write_keys
 from tests.load.report import Report
-from tests.load.measured_server import write_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
