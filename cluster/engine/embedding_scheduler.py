@@ -18,7 +18,7 @@ from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.planner import PlanDraft
 from cluster.scheduling.scheduler import Admission, PreparedPrompt, Scheduler
 from cluster.scheduling.sequence import Waiting
-from pagedray.batch import Pooling, StepPlan, TextBatch
+from pagedray.batch import Pooling, TextBatch
 from pagedray.errors import DeadlineError, LethalRequestError, PagedRayError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
@@ -254,8 +254,11 @@ class EmbeddingScheduler(Scheduler):
             if job.undone:
                 table.preempt_sequence(sequence, Waiting())
                 break
-        batch.sort(key=lambda entry: entry[0].length(entry[1]))
-        return _TextDraft(self._step, batch)
+        draft = PlanDraft(self._step)
+        if batch:
+            batch.sort(key=lambda entry: entry[0].length(entry[1]))
+            draft.texts = _text_batch(batch)
+        return draft
 
     def _take_texts(self, job: EmbeddingJob, num_left: int) -> int:
         """Add texts of a job to the batch; return how many tokens of `num_left` remain."""
@@ -282,31 +285,12 @@ class _TextAdmission(Admission):
         self._backlog.check_room(request.tenant, len(request.prompt_token_ids))
 
 
-class _TextDraft(PlanDraft):
-    """The draft of a plan that only has texts."""
-
-    __slots__ = ("_batch",)
-
-    def __init__(self, step: int, batch: list[tuple[EmbeddingJob, int]]) -> None:
-        super().__init__(step)
-        self._batch = batch
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no texts."""
-        return not self._batch
-
-    def build_plan(self) -> StepPlan:
-        """Return the plan."""
-        pooling, is_normalized = self._batch[0][0].kind
-        texts = TextBatch(
-            [list(job.texts.texts[index]) for job, index in self._batch],
-            pooling,
-            is_normalized,
-            [
-                job.texts.num_first_type[index]
-                for job, index in self._batch
-                if job.texts.num_first_type
-            ],
-        )
-        return StepPlan(self.step, [], texts=texts)
+def _text_batch(batch: list[tuple[EmbeddingJob, int]]) -> TextBatch:
+    pooling, is_normalized = batch[0][0].kind
+    typed = [(job.texts.num_first_type, index) for job, index in batch]
+    return TextBatch(
+        [list(job.texts.texts[index]) for job, index in batch],
+        pooling,
+        is_normalized,
+        [num_first_type[index] for num_first_type, index in typed if num_first_type],
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.crash_search import CrashHandler, DeathBudget
@@ -30,7 +29,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -471,21 +470,14 @@ class EngineLoop:
 
     def _fail(self, error: EngineError) -> None:
         """End every request with an error, and reject others; only the first call counts."""
-        with self._lock_or_timeout():
-            is_first = self._error is None
-            self._error = self._error or error
+        # A thread that hangs may hold the lock.
+        has_lock = self._lock.acquire(timeout=_LOCK_TIMEOUT_S)
+        is_first = self._error is None
+        self._error = self._error or error
+        if has_lock:
+            self._lock.release()
         if is_first:
             self._outlet.fail_all(error)
-
-    @contextmanager
-    def _lock_or_timeout(self) -> Iterator[None]:
-        """Hold `_lock`, or continue without it after a second: a thread that hangs may hold it."""
-        has_lock = self._lock.acquire(timeout=_LOCK_TIMEOUT_S)
-        try:
-            yield
-        finally:
-            if has_lock:
-                self._lock.release()
 
 
 def _make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:

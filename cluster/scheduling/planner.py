@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.fair_queue import Share
     from cluster.scheduling.kv_manager import KvManager
     from cluster.scheduling.sequence_table import SequenceTable
+    from pagedray.batch import TextBatch
     from pagedray.config import SchedulerConfig
 
 __all__ = ["PlanDraft", "Planner"]
@@ -421,6 +422,7 @@ class PlanDraft:
         "step",
         "swap_ins",
         "swap_outs",
+        "texts",
     )
 
     def __init__(self, step: int) -> None:
@@ -450,11 +452,12 @@ class PlanDraft:
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []
         """Sequences that compute known tokens."""
+        self.texts: TextBatch | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether the plan would have no effect."""
-        steps = self.decodes or self.singles or self.chunks or self.starts
+        steps = self.decodes or self.singles or self.chunks or self.starts or self.texts
         return not (steps or self.swap_outs or self.disk_reads)
 
     @property
@@ -513,4 +516,5 @@ class PlanDraft:
             self.evictions,
             self.disk_reads,
             self.disk_writes,
+            self.texts,
         )
