@@ -14,12 +14,11 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedray.machine import start_ticks
-from pagedray.node_memory import NodeMemory, open_memory
+from pagedray.node_memory import MemoryAddress, NodeMemory, open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedray.node_memory import MemoryAddress
 
 __all__ = [
     "MAX_INDEX",

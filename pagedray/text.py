@@ -5,11 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 __all__ = ["misspelled_name", "nearest_name", "pluralize", "quote", "quote_json"]
 

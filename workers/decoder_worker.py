@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.config import LARGE_LIMITS, KernelReport
+from pagedray.config import LARGE_LIMITS, CacheSize, EngineConfig, KernelReport, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
 from pagedray.rank_progress import PoolReport
@@ -32,7 +32,7 @@ from workers.memory_profile import (
 )
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
-from workers.parallel.group import GroupBrokenError
+from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.forward_pass import ForwardPass, SampledAttention
@@ -53,9 +53,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionSpec
     from pagedray.batch import StepPlan
-    from pagedray.config import CacheSize, EngineConfig, StepLimits
     from pagedray.node_memory import MemoryAddress
-    from workers.parallel.group import ParallelGroup
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from attention.abstract import AttentionBatch
-from pagedray.batch import StepOutput
-from pagedray.config import CacheSize, KernelReport
+from attention.abstract import AttentionBatch, AttentionMetadata, AttentionMetadataBuilder
+from pagedray.batch import Pooling, StepMasks, StepOutput, StepPlan, TextBatch
+from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
 from pagedray.rank_progress import Phase
 from workers.decoder_worker import DecoderWorker
 from workers.layers.linear_choice import replaced_kernels
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from numpy.typing import NDArray
 
-    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
-    from pagedray.batch import Pooling, StepMasks, StepPlan, TextBatch
-    from pagedray.config import EngineConfig, StepLimits
     from pagedray.model_config import DenseModule
     from pagedray.node_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup

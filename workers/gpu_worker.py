@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.errors import StartupError
 from pagedray.machine import leave_removed_folder, raise_descriptor_limit
-from pagedray.rank_progress import Phase, ProgressWord
+from pagedray.rank_progress import LoadProgress, Phase, PoolReport, ProgressWord
 from pagedray.step_listener import connect
-from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
+from workers.parallel.rendezvous import (
+    LOOPBACK,
+    FileRendezvous,
+    GroupAddress,
+    Rendezvous,
+    SocketRendezvous,
+)
 from workers.rank_lifecycle import RankLifecycle, capture_log
 
 if TYPE_CHECKING:
@@ -28,9 +34,7 @@ if TYPE_CHECKING:
     from pagedray.batch import RankLogLine
     from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.node_memory import MemoryAddress
-    from pagedray.rank_progress import LoadProgress, PoolReport
     from pagedray.rank_roofline import RankRoofline
-    from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
 __all__ = ["GpuWorker"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan, pack_token_ids
-from pagedray.config import CacheSize
+from pagedray.config import CacheSize, EngineConfig
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import available_host_bytes, host_memory_bytes
-from pagedray.rank_progress import Phase
+from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.sampling_params import MAX_LOGPROBS, SamplingParams
 from workers.runner.decode_graphs import graph_batch_sizes
 from workers.runner.kv_cache import block_bytes, num_staging_blocks
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend, AttentionSpec
-    from pagedray.config import EngineConfig
-    from pagedray.rank_progress import ProgressWord
     from workers.runner.model_runner import ModelRunner
 
 __all__ = [

@@ -14,17 +14,15 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pagedray.batch import RankLogLine, Shutdown, StepAck, StepMasks, WorkerFailure
-from pagedray.channel import ChannelClosedError
-from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase, PoolReport
+from pagedray.channel import ChannelClosedError, WorkerChannel
+from pagedray.rank_progress import MAX_INDEX, LoadProgress, Phase, PoolReport, ProgressWord
 from workers.hub.locate import DownloadLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.channel import WorkerChannel
     from pagedray.config import CacheSize, EngineConfig, KernelReport, StepLimits
     from pagedray.node_memory import MemoryAddress
-    from pagedray.rank_progress import ProgressWord
     from pagedray.rank_roofline import RankRoofline
     from workers.decoder_worker import DecoderWorker
     from workers.parallel.group import ParallelGroup

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.choice import Draws, IntArray
+from workers.sampling.choice import Choice, Draws, FloatArray, IntArray
 from workers.sampling.device_choice import Uploader
 from workers.sampling.edits import BadWords, LogitEdits, Penalties, apply_masks, num_mask_bytes
 from workers.sampling.logprobs import (
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from pagedray.batch import SequenceStart, TokenLogprobs
     from workers.layers.sharded_logits import ShardedLogits
-    from workers.sampling.choice import Choice, FloatArray
 
 __all__ = ["Sampled", "Sampler", "finalize", "generator_start", "uniforms"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attention.selector import select_backend
-from pagedray.config import LARGE_LIMITS, StepLimits
+from pagedray.config import LARGE_LIMITS, CacheSize, EngineConfig, KernelReport, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import StepMasks, StepOutput, StepPlan
-    from pagedray.config import CacheSize, EngineConfig, KernelReport
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention.gpu.decode_schedule import DecodeDivision, DecodeScheduler, SplitCosts
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
-from attention.kernels.arguments import num_multiprocessors
+from attention.kernels.arguments import DecodeItems, NewTokens, num_multiprocessors
 from attention.kernels.triton.chunk_attention import paged_attention, ragged_attention
 from attention.kernels.triton.paged_decode import PagedDecode
 from attention.kernels.triton.tuning import (
@@ -24,7 +24,6 @@ from attention.kernels.triton.write_new_tokens import write_new_tokens
 if TYPE_CHECKING:
     from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
-    from attention.kernels.arguments import DecodeItems, NewTokens
     from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["SharedKernels", "TorchSDPAKernels", "decode_division"]

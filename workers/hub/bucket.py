@@ -22,7 +22,7 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from pagedray.errors import CheckpointError
-from workers.hub.mirror import Mirror, RemoteFile
+from workers.hub.mirror import Mirror, RemoteFile, S3Location
 from workers.hub.model_name import is_side_file
 from workers.weights.tensor_entries import weight_files
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from workers.hub.mirror import S3Location
 
 __all__ = ["Bucket", "fetch_folder"]
 

@@ -21,14 +21,13 @@ import numpy as np
 
 from pagedray.errors import CheckpointError
 from workers.hub.gguf_tokenizer import tokenizer_files
-from workers.weights.gguf_file import SHARD
+from workers.weights.gguf_file import SHARD, Value
 from workers.weights.gguf_tensors import LINK, GgufModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pagedray.model_config import HubRevision
-    from workers.weights.gguf_file import Value
 
 __all__ = ["gguf_file", "gguf_folder", "gguf_shards"]
 

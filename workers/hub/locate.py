@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
 from pagedray.files import has_file
-from pagedray.model_config import HubRevision
+from pagedray.model_config import Dtype, HubRevision
 from workers.hub.fetch import fetch_files, fetch_header, find_revision, side_files
 from workers.hub.gguf_folder import gguf_file, gguf_folder, gguf_shards
 from workers.hub.model_name import HubName, HubSettings, is_gguf, parse_model
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedray.config import EngineConfig
-    from pagedray.model_config import Dtype
 
 __all__ = [
     "DownloadLine",

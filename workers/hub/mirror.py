@@ -15,7 +15,7 @@ import shutil
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,7 +26,6 @@ from workers.hub.model_name import is_side_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 __all__ = ["S3_SCHEME", "Mirror", "RemoteFile", "S3Location", "parse_location"]
 

@@ -14,13 +14,12 @@ from torch.nn import functional
 from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.linear_choice import linear_kernel_class
 from workers.layers.sharded_logits import ShardedLogits
-from workers.layers.weight import Layer, MatrixPart, WeightShard, divided
+from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.rank_roofline import WeightWork
-    from workers.layers.weight import Placement
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ParallelHead", "PositionEmbedding", "VocabEmbedding"]

@@ -14,14 +14,13 @@ from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.layers.activation import clamped_gate
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_choice import make_linear_kernel
-from workers.layers.weight import Layer, WeightShard
+from workers.layers.weight import Layer, Placement, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.rank_roofline import WeightWork
     from workers.layers.linear_kernel import LinearKernel
-    from workers.layers.weight import Placement
 
 __all__ = [
     "Choice",

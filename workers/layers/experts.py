@@ -12,17 +12,15 @@ import torch
 
 from pagedray.rank_roofline import WeightWork
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
-from workers.layers.expert_product import ExpertPart, Router, make_expert_product
+from workers.layers.expert_product import ExpertPart, ExpertProduct, Router, make_expert_product
 from workers.layers.formats.mxfp4 import BLOCK_BYTES, Mxfp4Matrix
-from workers.layers.weight import Layer, WeightShard, part_of
+from workers.layers.weight import Layer, Placement, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.model_config import ExpertsConfig, TensorNames
-    from workers.layers.expert_product import ExpertProduct
     from workers.layers.mlp import MLP
-    from workers.layers.weight import Placement
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ExpertLayer"]

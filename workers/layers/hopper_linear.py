@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from attention.kernels.arguments import SplitKPartials, num_multiprocessors
+from attention.kernels.arguments import DeferredRMSNorm, Rotary, SplitKPartials, num_multiprocessors
 from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
 from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
@@ -23,9 +21,6 @@ from attention.kernels.triton.gemm.skinny import (
 )
 from attention.kernels.triton.gemm.trials import failed_trials
 from workers.layers.linear_kernel import DenseLinear
-
-if TYPE_CHECKING:
-    from attention.kernels.arguments import DeferredRMSNorm, Rotary
 
 __all__ = ["HopperLinear", "is_faster_split"]
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.layers.formats.make_kernel import make_format_kernel
-from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
+from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.rank_roofline import WeightWork
-    from workers.layers.weight import Placement
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
 

@@ -10,13 +10,12 @@ from torch.nn import functional
 
 from pagedray.rank_roofline import WeightWork
 from workers.layers.fused_kernels import gate_kernel
-from workers.layers.weight import WeightShard
+from workers.layers.weight import MatrixPart, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary, SplitKPartials
-    from workers.layers.weight import MatrixPart
 
 __all__ = ["DenseLinear", "LinearKernel"]
 

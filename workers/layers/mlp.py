@@ -13,12 +13,11 @@ from pagedray.model_config import Activation
 from workers.layers.activation import activation_function
 from workers.layers.fused_kernels import gate_kernel
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
-from workers.layers.weight import CompositeLayer, part_of
+from workers.layers.weight import CompositeLayer, Layer, Placement, part_of
 
 if TYPE_CHECKING:
     import torch
 
-    from workers.layers.weight import Layer, Placement
 
 __all__ = ["MLP", "GatedMLP", "MLPParams", "PlainMLP"]
 

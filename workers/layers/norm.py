@@ -10,12 +10,11 @@ from torch.nn import functional
 
 from pagedray.rank_roofline import WeightWork
 from workers.layers.fused_kernels import head_norm_kernel
-from workers.layers.weight import Layer, WeightShard
+from workers.layers.weight import Layer, Placement, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.layers.weight import Placement
 
 __all__ = ["LayerNorm", "Norm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "WholeQKNorm"]
 

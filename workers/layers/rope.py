@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.arguments import Rotary
-from workers.layers.fused_kernels import rotate_kernel
+from workers.layers.fused_kernels import RotateKernel, rotate_kernel
 
 if TYPE_CHECKING:
     from pagedray.model_config import RopeConfig
-    from workers.layers.fused_kernels import RotateKernel
 
 __all__ = ["NoRotation", "RotaryEmbedding", "Rotation", "inverse_frequencies"]
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from attention.abstract import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    AttentionSpec,
+    AttentionType,
+)
 from attention.layer import Attention
 from pagedray.rank_progress import Phase
 from workers.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -24,7 +30,6 @@ from workers.models.score_head import ScoreHead
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.model_config import ModelConfig
     from workers.parallel.group import ParallelGroup
 

@@ -10,25 +10,20 @@ import torch
 from pagedray.rank_progress import Phase
 from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
-from workers.layers.rope import NoRotation, RotaryEmbedding
-from workers.layers.weight import CompositeLayer, Placement
+from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
+from workers.layers.weight import CompositeLayer, Layer, Placement
 from workers.models.decoder_layer import decoder_layer_class, make_norm
-from workers.models.fused_layers import FusedLayers, reserve_sums
+from workers.models.fused_layers import FusedLayers, LayerTail, reserve_sums
 from workers.models.score_head import ScoreHead
-from workers.models.step_attention import CachedAttention
-from workers.parallel.group import SoloGroup
+from workers.models.step_attention import CachedAttention, SelectedAttention, StepAttention
+from workers.parallel.group import ParallelGroup, SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.model_config import ModelConfig
-    from workers.layers.rope import Rotation
     from workers.layers.sharded_logits import ShardedLogits
-    from workers.layers.weight import Layer
-    from workers.models.fused_layers import LayerTail
-    from workers.models.step_attention import SelectedAttention, StepAttention
-    from workers.parallel.group import ParallelGroup
 
 __all__ = ["Decoder"]
 

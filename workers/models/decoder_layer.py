@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from workers.layers.experts import ExpertLayer
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
-from workers.layers.weight import CompositeLayer
+from workers.layers.weight import CompositeLayer, Layer, Placement
 from workers.models.self_attention import DecoderSelfAttention
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig, NormKind
     from pagedray.rank_roofline import WeightWork
     from workers.layers.rope import Rotation
-    from workers.layers.weight import Layer, Placement
     from workers.models.step_attention import StepAttention
 
 __all__ = ["DecoderLayer", "decoder_layer_class", "make_norm"]

@@ -14,26 +14,23 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, SplitKPartials
+from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary, SplitKPartials
 from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP
-from workers.models.decoder_layer import ParallelDecoderLayer
-from workers.models.step_attention import SelectedAttention
+from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
+from workers.models.step_attention import SelectedAttention, StepAttention
 from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from attention.kernels.arguments import Rotary
     from pagedray.model_config import ModelConfig
     from workers.layers.experts import ExpertLayer
     from workers.layers.linear_kernel import LinearKernel
     from workers.layers.norm import Norm
     from workers.layers.rope import Rotation
-    from workers.models.decoder_layer import DecoderLayer
     from workers.models.self_attention import DecoderSelfAttention
-    from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["FusedLayers", "FusedNorm", "LayerTail", "reserve_sums"]

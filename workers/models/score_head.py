@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.layers.linear import ColumnParallelLinear, Columns
-from workers.layers.weight import CompositeLayer
+from workers.layers.weight import CompositeLayer, Layer, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.model_config import ModelConfig
-    from workers.layers.weight import Layer, Placement
 
 __all__ = ["ScoreHead"]
 

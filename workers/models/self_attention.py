@@ -12,16 +12,14 @@ from attention.layer import Attention
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.norm import QKNorm, WholeQKNorm
-from workers.layers.weight import CompositeLayer, WeightShard, part_of
-from workers.models.step_attention import HeadInputs
+from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
+from workers.models.step_attention import HeadInputs, StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.model_config import ModelConfig
     from workers.layers.rope import Rotation
-    from workers.layers.weight import Layer, Placement
-    from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["DecoderSelfAttention", "attention_params", "attention_spec", "qkv_columns"]

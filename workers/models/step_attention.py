@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.abstract import AttentionInputs
+from attention.abstract import AttentionInputs, AttentionMetadata
 from workers.layers.rope import Rotation
 
 if TYPE_CHECKING:
-    from attention.abstract import AttentionMetadata
     from attention.layer import Attention
 
 __all__ = ["CachedAttention", "HeadInputs", "SelectedAttention", "StepAttention"]

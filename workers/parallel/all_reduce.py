@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.rank_progress import Phase
-from workers.parallel.peer_memory import PeerMemory, PeerMemoryError
+from pagedray.rank_progress import Phase, ProgressWord
+from workers.parallel.peer_memory import PeerMemory, PeerMemoryError, RowShape
 from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from attention.kernels.triton.received_rows import ReceivedRows
-    from pagedray.rank_progress import ProgressWord
-    from workers.parallel.peer_memory import RowShape
 
 __all__ = ["OneShotAllReduce", "PeerSums"]
 

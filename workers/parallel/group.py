@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from pagedray.rank_progress import ProgressWord
-from workers.parallel.pending_sum import FinishedSum
+from workers.parallel.pending_sum import FinishedSum, PendingSum
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from workers.parallel.all_reduce import OneShotAllReduce
-    from workers.parallel.pending_sum import PendingSum
     from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
 __all__ = ["GroupBrokenError", "ParallelGroup", "SoloGroup"]

@@ -11,7 +11,7 @@ import struct
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.parallel.all_reduce import OneShotAllReduce
 from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
-from workers.parallel.peer_memory import PeerMemoryError
+from workers.parallel.peer_memory import PeerMemoryError, RowShape
 from workers.parallel.pending_sum import PendingSum
 from workers.parallel.rendezvous import (
     LOOPBACK,
@@ -30,9 +30,6 @@ from workers.parallel.rendezvous import (
     Rendezvous,
     SocketRendezvous,
 )
-
-if TYPE_CHECKING:
-    from workers.parallel.peer_memory import RowShape
 
 __all__ = ["ProcessGroup", "make_group"]
 

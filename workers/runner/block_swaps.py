@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from pagedray.batch import BlockCopy
+from pagedray.batch import BlockCopy, StepPlan
 from workers.device_event import DeviceEvent, record_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedray.batch import StepPlan
 
 __all__ = [
     "BlockSwaps",

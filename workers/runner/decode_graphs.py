@@ -8,7 +8,7 @@ import torch
 
 from pagedray.rank_progress import Phase
 from workers.models.step_attention import CachedAttention
-from workers.runner.step_graphs import StepGraphs, dropped_capture
+from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
 
 if TYPE_CHECKING:
     from attention.abstract import (
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         AttentionState,
     )
     from workers.runner.input_batch import StepInputs
-    from workers.runner.step_graphs import CaptureSetup
 
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 

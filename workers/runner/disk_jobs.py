@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagedray.batch import DiskReport
+from pagedray.batch import BlockCopy, DiskReport, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
 
-    from pagedray.batch import BlockCopy, StepPlan
 
 __all__ = ["DiskFile", "DiskJobs"]
 
@@ -49,11 +48,7 @@ class DiskJobs:
     """Reads and writes blocks of the CPU pool, in the order of plans for each of the two."""
 
     def __init__(
-        self,
-        folder: str,
-        blocks: torch.Tensor,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, folder: str, blocks: torch.Tensor, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`blocks` belong to the CPU pool. In an unusable folder, every job fails."""
         self._file: DiskFile | None = None

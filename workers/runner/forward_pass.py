@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attention.abstract import AttentionInputs
+from attention.abstract import (
+    AttentionInputs,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionState,
+)
 from workers.models.step_attention import CachedAttention, SelectedAttention
 
 if TYPE_CHECKING:
@@ -15,7 +20,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder, AttentionState
     from attention.layer import Attention
     from workers.layers.sharded_logits import ShardedLogits
     from workers.models.decoder import Decoder

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from pagedray.batch import TOKEN_ID_BYTES
+from pagedray.batch import TOKEN_ID_BYTES, SequenceStart, StepMasks, StepPlan
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import record_event
 from workers.runner.block_swaps import (
@@ -23,15 +23,13 @@ from workers.runner.block_swaps import (
     StepStream,
     SwapStreams,
 )
-from workers.runner.pending_tokens import PendingTokens
+from workers.runner.pending_tokens import PendingTokens, Sample
 from workers.runner.step_graphs import dropped_capture
 
 if TYPE_CHECKING:
-    from pagedray.batch import SequenceStart, StepMasks, StepPlan
     from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kv_cache import KVCache
-    from workers.runner.pending_tokens import Sample
     from workers.sampler import Sampled, Sampler
     from workers.sampling.logprobs import PromptReport
 

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pagedray.node_memory import open_memory
+from pagedray.node_memory import MemoryAddress, open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.config import EngineConfig
-    from pagedray.node_memory import MemoryAddress
 
 __all__ = ["MappedPool", "PoolMapper", "PoolOrigin"]
 

@@ -11,20 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attention.abstract import AttentionInputs
+from attention.abstract import AttentionInputs, AttentionMetadata, AttentionMetadataBuilder
 from pagedray.rank_progress import Phase
-from workers.models.step_attention import StepAttention
-from workers.runner.step_graphs import StepGraphs, dropped_capture
+from workers.models.step_attention import HeadInputs, StepAttention
+from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.layer import Attention
     from workers.models.fused_layers import LayerTail
-    from workers.models.step_attention import HeadInputs
     from workers.runner.input_batch import StepInputs
-    from workers.runner.step_graphs import CaptureSetup
 
 __all__ = ["PieceGraphs", "piece_sizes"]
 

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from workers.device_event import DeviceEvent, record_event
-from workers.sampling.choice import IntArray, select_rows, upload
+from workers.sampling.choice import Choice, IntArray, select_rows, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from workers.sampling.choice import Choice
 
 __all__ = ["LogprobReports", "PromptChunk", "PromptReport", "RawLogprobs", "describe_prompts"]
 

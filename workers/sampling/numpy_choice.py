@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.kernels.cpu.greedy import Greedy
-from workers.sampling.choice import CHUNK_SIZE, Choice, Draws
+from workers.sampling.choice import CHUNK_SIZE, Choice, Draws, IntArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.sampling.choice import IntArray
 
 __all__ = ["NumpyChoice"]
 

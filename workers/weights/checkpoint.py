@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,20 +22,17 @@ from pagedray.weight_format import CacheScales
 from workers.layers.formats.fp8_weight import quantized_rows
 from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.gguf_tensors import GgufModel, gguf_link
-from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
-from workers.weights.tensor_reader import TensorReader, tensor_digest
+from workers.weights.tensor_entries import ITEM_BYTES, TensorEntry, read_entries, shown_name
+from workers.weights.tensor_reader import FileRange, TensorReader, tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
     from pagedray.config import EngineConfig
     from pagedray.model_config import ModelConfig, TextTensors
     from workers.layers.weight import WeightShard
-    from workers.weights.tensor_entries import TensorEntry
-    from workers.weights.tensor_reader import FileRange
 
 __all__ = [
     "HEAD_NAME",

@@ -11,7 +11,7 @@ Gemma's norms are one larger, and the experts of a layer are one tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,8 +27,6 @@ from workers.weights.gguf_file import GgufFile, GgufTensor, Value, shard_paths
 from workers.weights.tensor_entries import TensorEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy.typing as npt
 
 

@@ -18,13 +18,12 @@ import torch
 
 from pagedray.errors import CheckpointError
 from workers.weights.gguf_tensors import GgufEntry
-from workers.weights.tensor_entries import ITEM_BYTES
+from workers.weights.tensor_entries import ITEM_BYTES, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from workers.weights.tensor_entries import TensorEntry
 
 __all__ = ["FileRange", "ReadAhead", "TensorReader", "tensor_digest"]
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.native import load_kernels
 from attention.kernels.cpu.packed_gemm import TiledProduct
-
-if TYPE_CHECKING:
-    from typing import Literal
 
 __all__ = ["IntegerGemm", "has_integer_gemm"]
 

@@ -25,12 +25,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.cpu.instruction_set import INSTRUCTION_SETS, read_cpu_features
+from attention.kernels.cpu.instruction_set import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    read_cpu_features,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attention.kernels.cpu.instruction_set import InstructionSet
 
 __all__ = [
     "build_libraries",

@@ -12,12 +12,11 @@ import torch
 
 from attention.kernels.cpu.instruction_set import has_amx
 from attention.kernels.cpu.native import find_kernel, load_kernels
-from attention.params import AttentionType
+from attention.params import AttentionParams, AttentionSpec, AttentionType
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from attention.params import AttentionParams, AttentionSpec
 
 __all__ = [
     "DecodeBatch",

@@ -7,7 +7,6 @@ The algorithm is FlashAttention-2 (Dao, 2023), with block tables as in paged att
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -24,14 +23,12 @@ from attention.kernels.triton.tiles import (
     wide_strides,
 )
 from attention.kernels.triton.tuning import (
+    AttentionOptions,
     PagedAttentionTuning,
     default_chunk_tuning,
     dot_type,
     next_power_of_two,
 )
-
-if TYPE_CHECKING:
-    from attention.kernels.triton.tuning import AttentionOptions
 
 __all__ = ["KeyLayout", "attend_chunks", "paged_attention", "ragged_attention"]
 

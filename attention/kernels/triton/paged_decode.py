@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from attention.kernels.arguments import NUM_ITEM_WORDS
+from attention.kernels.arguments import NUM_ITEM_WORDS, DecodeItems, NewTokens
 from attention.kernels.triton.attend_item import attend_item
 from attention.kernels.triton.kernel_launcher import RepeatedLaunch, can_depend, launch_options
 from attention.kernels.triton.tiles import stride_unit
-from attention.kernels.triton.tuning import dot_type, next_power_of_two
-
-if TYPE_CHECKING:
-    from attention.kernels.arguments import DecodeItems, NewTokens
-    from attention.kernels.triton.tuning import AttentionOptions, PagedAttentionTuning
+from attention.kernels.triton.tuning import (
+    AttentionOptions,
+    PagedAttentionTuning,
+    dot_type,
+    next_power_of_two,
+)
 
 __all__ = ["PagedDecode", "paged_decode"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.arguments import num_multiprocessors
+from attention.kernels.arguments import QuantizedRows, num_multiprocessors
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
 from attention.kernels.triton.gemm.fp8_tiles import fp8_tiles_gemm, fp8_tiling, new_arrivals
@@ -22,7 +22,6 @@ from pagedray.errors import DeviceError
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from attention.kernels.arguments import QuantizedRows
     from workers.layers.formats.fp8_weight import Fp8Weight
 
 __all__ = ["BlockFp8Linear", "Fp8Linear"]

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from workers.layers.formats.quantized_linear import StoredWeight
-from workers.layers.weight import WeightShard
+from workers.layers.weight import MatrixPart, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.weight_format import Fp8Format
-    from workers.layers.weight import MatrixPart
 
 __all__ = ["FP8", "Fp8Weight", "quantized_rows"]
 

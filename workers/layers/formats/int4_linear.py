@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
+from attention.kernels.triton.gemm.gemv import GemvTuning, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -21,7 +21,6 @@ from attention.kernels.triton.gemm.trials import failed_trials
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from attention.kernels.triton.gemm.gemv import GemvTuning
     from workers.layers.formats.int4_weight import Int4Weight
 
 __all__ = ["GpuInt4Linear"]

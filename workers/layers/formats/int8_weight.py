@@ -8,13 +8,12 @@ import torch
 
 from pagedray.errors import CheckpointError
 from workers.layers.formats.quantized_linear import StoredWeight
-from workers.layers.weight import WeightShard
+from workers.layers.weight import MatrixPart, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.weight_format import Int8Format
-    from workers.layers.weight import MatrixPart
 
 __all__ = ["Int8Weight"]
 

@@ -5,15 +5,12 @@ Each family is one module. It reads its own keys and leaves the others to `base_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from pagedray.model_config import Activation, Dtype, ExpertsConfig, ModelConfig, TensorNames
 from workers.models.config_json.config_file import ConfigFile
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "MAX_FACTOR",

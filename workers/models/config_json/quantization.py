@@ -7,14 +7,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pagedray.errors import StartupError
-from pagedray.weight_format import FormatRule, Fp8Format, Int4Format, Int8Format, Quantization
+from pagedray.weight_format import (
+    FormatRule,
+    Fp8Format,
+    Int4Format,
+    Int8Format,
+    Quantization,
+    WeightFormat,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pagedray.config import QuantizationMethod
     from pagedray.model_config import ModelConfig
-    from pagedray.weight_format import WeightFormat
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["PatternError", "name_pattern", "read_quantization", "with_method", "with_quantization"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import ModelConfig, TensorNames
+from pagedray.model_config import Activation, ModelConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -18,7 +18,6 @@ from workers.models.config_json.family import (
 )
 
 if TYPE_CHECKING:
-    from pagedray.model_config import Activation
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["BLOOM", "MPT", "alibi_slopes"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TensorNames
+from pagedray.model_config import ModelConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_LAYERS,
     MAX_THETA,
@@ -17,7 +17,6 @@ from workers.models.config_json.rope_section import ropes_by_layer_type, with_ro
 from workers.models.families.text_part import TEXT_SECTION, as_text_part, is_tied_by_default
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3_MULTIMODAL", "gemma_config", "read_gemma3"]

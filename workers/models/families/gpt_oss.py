@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import ClampedGate, TensorNames
+from pagedray.model_config import ClampedGate, ExpertsConfig, ModelConfig, TensorNames
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.models.config_json.family import Family, base_config, experts_of, windows_by_layer_type
 from workers.models.config_json.rope_section import with_rope
@@ -14,7 +14,6 @@ from workers.models.config_json.rope_section import with_rope
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pagedray.model_config import ExpertsConfig, ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["GPT_OSS"]

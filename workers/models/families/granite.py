@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TensorNames
+from pagedray.model_config import ModelConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_FACTOR,
     MAX_SIZE,
@@ -18,7 +18,6 @@ from workers.models.config_json.family import (
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["GRANITE", "GRANITE_MOE", "GRANITE_MOE_SHARED", "GRANITE_MOE_SWA", "granite_config"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TensorNames
+from pagedray.model_config import ModelConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -24,7 +24,6 @@ from workers.models.config_json.rope_section import (
 )
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = [

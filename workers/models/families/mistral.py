@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TensorNames
+from pagedray.model_config import ModelConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_POSITIONS,
     STACKED_NAMES,
@@ -18,7 +18,6 @@ from workers.models.config_json.rope_section import kind_key, rope_section, with
 from workers.models.families.text_part import TEXT_SECTION, as_text_part, is_tied_by_default
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = [

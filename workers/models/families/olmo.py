@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TensorNames
+from pagedray.model_config import ModelConfig, TensorNames
 from workers.models.config_json.family import (
     STACKED_NAMES,
     Family,
@@ -16,7 +16,6 @@ from workers.models.config_json.family import (
 from workers.models.config_json.rope_section import longest_context, ropes_by_layer_type, with_rope
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["OLMO2", "OLMO3", "OLMOE", "olmo_config"]

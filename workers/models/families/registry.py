@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
 from pagedray.files import has_file, has_folder
-from pagedray.weight_format import MXFP4_BLOCK_SIZE, Int4Format
+from pagedray.weight_format import MXFP4_BLOCK_SIZE, Int4Format, Quantization
 from workers.models.config_json.config_file import ConfigFile, check_all_read
-from workers.models.config_json.family import model_dtype
+from workers.models.config_json.family import Family, model_dtype
 from workers.models.config_json.quantization import read_quantization, with_quantization
 from workers.models.config_json.score_section import is_reranker, with_answers
 from workers.models.config_json.sentence_modules import dense_modules
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, Task
-    from pagedray.weight_format import Quantization
-    from workers.models.config_json.family import Family
 
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TextTensors
+from pagedray.model_config import ModelConfig, TextTensors
 from workers.models.config_json.family import check_causal, eos_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["TEXT_SECTION", "as_text_part", "is_tied_by_default"]
