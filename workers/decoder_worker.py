@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
 
-__all__ = ["CompiledNote", "DecoderWorker", "attention_work", "measure_roofline", "product_speed"]
+__all__ = ["CompileMarker", "DecoderWorker", "attention_work", "measure_roofline", "product_speed"]
 
 logger = logging.getLogger(__name__)
 
@@ -349,8 +349,8 @@ class DecoderWorker(Worker):
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of all graphs in parallel, unless an earlier start has done so."""
-        note = CompiledNote(self._config, self._device)
-        if note.exists:
+        marker = CompileMarker(self._config, self._device)
+        if marker.exists:
             return
         runner = self._make_runner(self._make_cache(1, 0), self._graph_sizes)
         num_threads = num_usable_cores() // self._config.parallel.tensor_parallel_size
@@ -362,7 +362,7 @@ class DecoderWorker(Worker):
             # Other versions of Triton may have other hooks. Kernels then compile at first launch.
             logger.warning("Could not compile kernels in parallel: %s", error)
         else:
-            note.write()
+            marker.write()
         del runner
         release_gpu_memory()
 
@@ -470,7 +470,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return min(run(num_calls) for _ in range(_NUM_TRIALS)) / num_calls
 
 
-class CompiledNote:
+class CompileMarker:
     """A file in the folder where Triton keeps kernels, for each configuration and kind of GPU."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:

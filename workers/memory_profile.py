@@ -36,7 +36,7 @@ __all__ = [
     "host_pool_bytes",
     "largest_steps",
     "num_staging",
-    "with_freed_memory",
+    "wait_for_gpu_memory",
 ]
 
 _MAX_HOST_POOL_BYTES = 4 * 2**30
@@ -229,7 +229,7 @@ def _check_host_memory(rank_bytes: int, num_ranks: int) -> None:
 
 
 # Any: the arguments of the function.
-def with_freed_memory(function: Callable[..., object], *arguments: Any) -> None:
+def wait_for_gpu_memory(function: Callable[..., object], *arguments: Any) -> None:
     """Call the function, again and again while memory that it needs is being freed."""
     deadline_s: float | None = None
     while True:

@@ -108,7 +108,7 @@ class RankLifecycle:
             begin_context(device_index)
         with self._timed("imports"), uncollected_imports():
             import_modules(self._config)
-        from workers.memory_profile import with_freed_memory
+        from workers.memory_profile import wait_for_gpu_memory
 
         self.rank = rank
         self._fetch_weights()
@@ -116,8 +116,8 @@ class RankLifecycle:
             self._load_weights(device_index, memory)
         else:
             self._config = self._config.with_limits(cache.limits)
-            with_freed_memory(self._load_weights, device_index, memory)
-            with_freed_memory(self.allocate_cache, cache.num_blocks, cache.num_cpu_blocks)
+            wait_for_gpu_memory(self._load_weights, device_index, memory)
+            wait_for_gpu_memory(self.allocate_cache, cache.num_blocks, cache.num_cpu_blocks)
 
     def join_group(self, address: GroupAddress, host: str, rendezvous: Rendezvous | None) -> None:
         """Join the group at `address`, where rank 0 has opened the `rendezvous`.

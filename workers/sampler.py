@@ -127,7 +127,7 @@ class Sampler:
         for scores_dtype in dict.fromkeys((dtype, torch.float32)):
             scores = torch.zeros((1, self._vocab_size), dtype=scores_dtype, device=self._device)
             self._choice.greedy(scores, indices)
-            self._choice.tokens_of(self._choice.leaders(scores, 0).unsqueeze(1))
+            self._choice.tokens_of(self._choice.local_maxima(scores, 0).unsqueeze(1))
             self._choice.unfiltered(scores, indices, draws)
             self._choice.filtered(scores, indices, draws)
 
@@ -144,10 +144,10 @@ class Sampler:
         return self._rows.needs_at(row_ids, np.array(positions, dtype=np.int64))
 
     @torch.no_grad()
-    def take_likeliest(self, logits: ShardedLogits) -> Sampled:
+    def argmax(self, logits: ShardedLogits) -> Sampled:
         """Return the most likely token of every row; ranks exchange no logits but their largest."""
-        leaders = self._choice.leaders(logits.part, logits.first_id)
-        return Sampled(self._choice.tokens_of(logits.gather(leaders)))
+        local_maxima = self._choice.local_maxima(logits.part, logits.first_id)
+        return Sampled(self._choice.tokens_of(logits.gather(local_maxima)))
 
     @torch.no_grad()
     def describe_prompts(

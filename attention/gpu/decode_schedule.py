@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from attention.params import AttentionParams
 
 __all__ = [
+    "CachedPrefixes",
     "DecodeDivision",
     "DecodeMemory",
     "DecodeScheduler",
-    "KeptPrefixes",
     "SharedPrefixes",
     "SplitCosts",
     "find_shared_prefixes",
@@ -87,12 +87,12 @@ class DecodeDivision:
             return num_rows + self.rows_per_item * num_extra
         return 2 * num_extra
 
-    def kept_prefixes(self) -> KeptPrefixes:
+    def cached_prefixes(self) -> CachedPrefixes:
         """Return the finder of shared prefixes, for `items`."""
         min_blocks = -(-_MIN_SHARED_TILES * self.tile_keys // self.block_size)
-        return KeptPrefixes(min_blocks=min_blocks, max_rows=self.rows_per_item)
+        return CachedPrefixes(min_blocks=min_blocks, max_rows=self.rows_per_item)
 
-    def items(self, seq_lens: _Ints, block_tables: _Ints, prefixes: KeptPrefixes) -> _Ints:
+    def items(self, seq_lens: _Ints, block_tables: _Ints, prefixes: CachedPrefixes) -> _Ints:
         """Return the items of sequences of these lengths, `[num_rows]`; 0 is padding.
 
         `block_tables` is `[num_rows, width]`. The result is `words` of `DecodeItems`. A row of a
@@ -229,7 +229,7 @@ class _Seen:
         return not (is_other & self.is_seen).any()
 
 
-class KeptPrefixes:
+class CachedPrefixes:
     """Finds the shared prefixes of steps; most steps have the prefixes of the step before."""
 
     def __init__(self, *, min_blocks: int, max_rows: int) -> None:
@@ -286,7 +286,7 @@ class DecodeScheduler:
     ) -> None:
         """`is_graph`: steps have the same number of rows, and their items the same addresses."""
         self._division = division
-        self._prefixes = division.kept_prefixes()
+        self._prefixes = division.cached_prefixes()
         self._params = params
         self._memory = memory
         self._is_graph = is_graph

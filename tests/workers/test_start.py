@@ -19,7 +19,7 @@ from pagedray.config import EngineConfig, StepLimits
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.system.server_process import ROOT
 from tests.workers.runner.graphs.test_piece_graphs import CONFIG, VOCAB_SIZE
-from workers.decoder_worker import CompiledNote, DecoderWorker
+from workers.decoder_worker import CompileMarker, DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.rank_lifecycle import RankLog
 from workers.runner.step_graphs import StepGraphs
@@ -154,7 +154,7 @@ def test_what_graphs_launch_is_compiled_before_they_are_captured(
             assert sum(in_thread for in_thread, _ in compiled) > 10
         # Of decodes and of steps with prompts, in the first start alone.
         assert len(traced) == 2
-    assert CompiledNote(config, torch.device("cuda", 0)).exists
+    assert CompileMarker(config, torch.device("cuda", 0)).exists
 
 
 def test_lines_are_captured_and_warnings_are_written() -> None:

@@ -124,7 +124,7 @@ class ModelRunner:
         logits = self.forward_pass.logits(hidden)
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
         if logits.is_sharded and self._sampler.is_greedy(rows, positions):
-            return lambda _: self._sampler.take_likeliest(logits)
+            return lambda _: self._sampler.argmax(logits)
         sample = partial(self._sampler.sample, logits.whole(), rows, positions)
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 

@@ -14,8 +14,8 @@ likely tokens, and the tokens that reach a probability are therefore always well
    exceeds `uniform` times their total. Rows without filters are summed in order of token id, which
    saves the sort.
 
-A row's *leader* is one int64 for its first token and that token's score: of the leaders of several
-parts of a vocabulary, the largest is that of the whole.
+A row's *local maximum* is one int64 for its first token and that token's score: of the local
+maxima of several parts of a vocabulary, the largest is that of the whole.
 
 A row is *broken* if a score is NaN or +inf, or all are -inf; it gives -1, and no other row is
 touched. A token of weight zero is never chosen.
@@ -69,8 +69,8 @@ class Choice(ABC):
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the most likely tokens."""
 
-    def leaders(self, scores: Tensor, first_id: int) -> Tensor:
-        """Return the leader of every row, int64 `[num_scores]`.
+    def local_maxima(self, scores: Tensor, first_id: int) -> Tensor:
+        """Return the maximum of every row, int64 `[num_scores]`.
 
         `scores` belong to the tokens from `first_id` on.
         """
@@ -86,12 +86,12 @@ class Choice(ABC):
         keys.masked_fill_(highest.isnan(), _LAST)
         return ((keys << 32) | (_LAST - first_id - ids)).squeeze(1)
 
-    def tokens_of(self, leaders: Tensor) -> Tensor:
-        """Return the most likely tokens from leaders of all parts, int64 `[num_rows, parts]`."""
-        leader = leaders.amax(dim=1)
-        key = leader >> 32
+    def tokens_of(self, local_maxima: Tensor) -> Tensor:
+        """Return the likeliest tokens from local maxima of all parts, int64 `[num_rows, parts]`."""
+        maximum = local_maxima.amax(dim=1)
+        key = maximum >> 32
         is_sound = (key > _NO_SCORE) & (key < _INFINITE_SCORE)
-        return torch.where(is_sound, _LAST - (leader & 0xFFFFFFFF), -1)
+        return torch.where(is_sound, _LAST - (maximum & 0xFFFFFFFF), -1)
 
     @abstractmethod
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:

@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from attention.gpu.batch import PinnedRing, copy_from_host
 from attention.kernels.triton.choice import (
+    argmax,
     choose_filtered,
     choose_greedy,
     choose_unfiltered,
-    find_leaders,
-    take_leaders,
+    local_maxima,
 )
 from attention.kernels.triton.choice.scores import NUM_PARAMETERS
 from workers.sampling.choice import CHUNK_SIZE, Choice, Draws, IntArray, select_rows, upload
@@ -53,15 +53,15 @@ class TritonChoice(Choice):
             return choose_greedy(scores, self._in_order(scores))
         return choose_greedy(scores, self._uploader.upload(indices))
 
-    def leaders(self, scores: Tensor, first_id: int) -> Tensor:
-        """Return the leader of every row, int64 `[num_scores]`."""
+    def local_maxima(self, scores: Tensor, first_id: int) -> Tensor:
+        """Return the maximum of every row, int64 `[num_scores]`."""
         if not scores.shape[1]:
-            return super().leaders(scores, first_id)
-        return find_leaders(scores, self._in_order(scores), first_id)
+            return super().local_maxima(scores, first_id)
+        return local_maxima(scores, self._in_order(scores), first_id)
 
-    def tokens_of(self, leaders: Tensor) -> Tensor:
-        """Return the most likely tokens from leaders of all parts, int64 `[num_rows, parts]`."""
-        return take_leaders(leaders)
+    def tokens_of(self, local_maxima: Tensor) -> Tensor:
+        """Return the likeliest tokens from local maxima of all parts, int64 `[num_rows, parts]`."""
+        return argmax(local_maxima)
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""

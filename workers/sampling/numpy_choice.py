@@ -44,10 +44,10 @@ class NumpyChoice(Choice):
             return self._greedy(scores, np.ascontiguousarray(indices))
         return _tokens([_first_highest(row) for row in _rows(scores, indices)])
 
-    def leaders(self, scores: Tensor, first_id: int) -> Tensor:
-        """Return the leader of every row."""
+    def local_maxima(self, scores: Tensor, first_id: int) -> Tensor:
+        """Return the maximum of every row."""
         # torch finds the largest of bfloat16 numbers one by one.
-        return super().leaders(scores.float(), first_id)
+        return super().local_maxima(scores.float(), first_id)
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from attention.gpu.batch import PinnedRing, copy_from_host
 from attention.gpu.decode_schedule import (
+    CachedPrefixes,
     DecodeDivision,
-    KeptPrefixes,
     SharedPrefixes,
     SplitCosts,
     find_shared_prefixes,
@@ -68,7 +68,7 @@ def division_of(num_slots: int, rows_per_item: int = 1) -> DecodeDivision:
 def items_of(
     division: DecodeDivision, lens: NDArray[np.int32], tables: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    return division.items(lens, tables, division.kept_prefixes())
+    return division.items(lens, tables, division.cached_prefixes())
 
 
 @given(step=steps(), division=divisions)
@@ -284,7 +284,7 @@ def steps_of_shared_prefixes(draw: st.DrawFn) -> list[list[Row]]:
 def test_kept_sets_are_those_of_a_search_whatever_changes(
     steps_of_shared_prefixes: list[list[Row]], min_blocks: int, max_rows: int
 ) -> None:
-    prefixes = KeptPrefixes(min_blocks=min_blocks, max_rows=max_rows)
+    prefixes = CachedPrefixes(min_blocks=min_blocks, max_rows=max_rows)
     for rows in steps_of_shared_prefixes:
         found = prefixes.find(*arrays(rows))
         assert as_sets(found) == plain_sets(rows, min_blocks, max_rows)
@@ -302,16 +302,16 @@ def test_schedule_with_kept_sets_is_the_one_without(
         rows_per_item=rows_per_item,
         costs=SplitCosts(num_slots=num_slots, num_saturating=num_slots / 2),
     )
-    prefixes = division.kept_prefixes()
+    prefixes = division.cached_prefixes()
     for rows in filter(None, steps_of_shared_prefixes):
         tables, num_blocks = arrays(rows)
         lens = 4 * num_blocks + 1
         items = division.items(lens, tables, prefixes)
-        assert (items == division.items(lens, tables, division.kept_prefixes())).all()
+        assert (items == division.items(lens, tables, division.cached_prefixes())).all()
 
 
 def test_sets_are_kept_while_rows_only_grow() -> None:
-    prefixes = KeptPrefixes(min_blocks=2, max_rows=4)
+    prefixes = CachedPrefixes(min_blocks=2, max_rows=4)
     tables = np.arange(4 * 8, dtype=np.int32).reshape(4, 8)
     tables[:2, :3] = tables[0, :3]
     # The last two rows have too few blocks to share any.

@@ -48,7 +48,7 @@ def decode_items(
         window=window,
     )
     lens = seq_lens.cpu().numpy()
-    prefixes = division.kept_prefixes()
+    prefixes = division.cached_prefixes()
     items = torch.from_numpy(division.items(lens, tables.cpu().numpy(), prefixes))
     words = torch.zeros(division.max_items(len(lens)), items.shape[1], dtype=torch.int32)
     words[: len(items)] = items

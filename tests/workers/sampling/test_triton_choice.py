@@ -143,7 +143,7 @@ def test_tokens_are_those_of_the_cpu(
     "choice", [NumpyChoice(), TritonChoice(Uploader(DEVICE))], ids=["numpy", "triton"]
 )
 @pytest.mark.parametrize("sizes", [(300,), (129, 171), (100, 0, 200)], ids=str)
-def test_the_likeliest_token_is_among_the_leaders_of_all_parts(
+def test_the_likeliest_token_is_among_the_local_maxima_of_all_parts(
     sizes: tuple[int, ...], choice: Choice, device: torch.device
 ) -> None:
     scores = make_scores(8, 300, seed=5, scale=1.0, is_coarse=True)
@@ -155,11 +155,11 @@ def test_the_likeliest_token_is_among_the_leaders_of_all_parts(
     scores[4, 250] = -math.nan
     expected = NumpyChoice().greedy(scores, np.arange(8))
     ends = np.cumsum(sizes)
-    leaders = [
-        choice.leaders(part, int(end) - size)
+    local_maxima = [
+        choice.local_maxima(part, int(end) - size)
         for part, end, size in zip(scores.to(device).split(sizes, 1), ends, sizes, strict=True)
     ]
-    found = choice.tokens_of(torch.stack(leaders, dim=1))
+    found = choice.tokens_of(torch.stack(local_maxima, dim=1))
     assert found.tolist() == expected.tolist()
     assert found[:5].tolist() == [-1, -1, -1, 140, -1]
 

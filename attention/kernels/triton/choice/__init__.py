@@ -10,11 +10,17 @@ Every kernel takes `scores` `[num_scores, vocab_size]` in any float dtype, `indi
 """
 
 from attention.kernels.triton.choice.launch import (
+    argmax,
     choose_filtered,
     choose_greedy,
     choose_unfiltered,
-    find_leaders,
-    take_leaders,
+    local_maxima,
 )
 
-__all__ = ["choose_filtered", "choose_greedy", "choose_unfiltered", "find_leaders", "take_leaders"]
+__all__ = [
+    "argmax",
+    "choose_filtered",
+    "choose_greedy",
+    "choose_unfiltered",
+    "local_maxima",
+]

@@ -33,7 +33,13 @@ from attention.kernels.triton.choice.threshold_search import (
     sum_kept,
 )
 
-__all__ = ["choose_filtered", "choose_greedy", "choose_unfiltered", "find_leaders", "take_leaders"]
+__all__ = [
+    "argmax",
+    "choose_filtered",
+    "choose_greedy",
+    "choose_unfiltered",
+    "local_maxima",
+]
 
 _CHUNK = 4096
 """Scores are divided among programs in multiples of this number."""
@@ -60,7 +66,7 @@ def choose_greedy(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def find_leaders(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> torch.Tensor:
+def local_maxima(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> torch.Tensor:
     """Return the largest key of each row of `scores[indices]` with its id, int64 `[num_rows]`.
 
     Ids are counted from `first_id`.
@@ -71,15 +77,15 @@ def find_leaders(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> 
     return out
 
 
-def take_leaders(leaders: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest tokens, int64, from the leaders of all parts, `[num_rows, parts]`.
+def argmax(local_maxima: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest tokens, int64, from the local maxima of all parts, `[num_rows, parts]`.
 
     If the maximum of a row is not finite, its token is -1.
     """
-    num_rows, num_parts = leaders.shape
+    num_rows, num_parts = local_maxima.shape
     assert num_parts <= MAX_SPLITS.value
-    out = torch.empty(num_rows, dtype=torch.int64, device=leaders.device)
-    _take_maxima(leaders.contiguous(), out, splits=num_parts)
+    out = torch.empty(num_rows, dtype=torch.int64, device=local_maxima.device)
+    _take_maxima(local_maxima.contiguous(), out, splits=num_parts)
     return out
 
 
