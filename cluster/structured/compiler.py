@@ -59,7 +59,6 @@ _Key = tuple[str, "Structure | None"]
 
 _COMPILER_MODULE = "cluster.structured.compiler_process"
 _START_TIMEOUT_S = 120.0
-_DEATH_S = 0.5
 _ANSWER_MARGIN_S = 5.0
 """Time for an answer beyond the limit that the process itself keeps."""
 
@@ -231,17 +230,6 @@ class StructureCompiler:
             logger.warning("%s", error)
 
 
-class _HungError(EngineError):
-    """A process gave no answer, and has been ended."""
-
-
-class _ShortageError(EngineError):
-    """The system has no more files or processes."""
-
-    def __init__(self, cause: OSError) -> None:
-        super().__init__(f"Structures cannot be compiled: {cause.strerror}. Retry later.")
-
-
 class StructureCompilerClient:
     """Starts the process when it is first needed, and again after it died or did not answer."""
 
@@ -277,13 +265,8 @@ class StructureCompilerClient:
         """Return the result for a structure. Raises EngineError."""
         try:
             return self._compiled(structure)
-        except _HungError:
-            # Such as a process that could start no threads for a while.
-            pass
-        except _ShortageError:
-            raise
         except EngineError:
-            if self._is_closed or not self._has_died():
+            if self._is_closed:
                 raise
         # Another structure or an external signal was the cause.
         return self._compiled(structure)
@@ -300,7 +283,7 @@ class StructureCompilerClient:
             except TimeoutError as error:
                 # It does not even report that a limit is exceeded.
                 self._end_hung(process)
-                raise _HungError("The structure compiler process does not respond.") from error
+                raise EngineError("The structure compiler process does not respond.") from error
             except (OSError, EOFError) as error:
                 if self._is_closed:
                     raise ShuttingDownError from error
@@ -345,29 +328,23 @@ class StructureCompilerClient:
 
     def _send(self, what: bytes, *sockets: socket.socket) -> subprocess.Popen[bytes] | None:
         """Return the process that gets the message."""
+        descriptors = [one.fileno() for one in sockets]
         with self._lock:
-            try:
-                socket.send_fds(self._running(), [what], [one.fileno() for one in sockets])
-            except OSError as error:
-                raise EngineError("The structure compiler process died.") from error
-            return self._process
+            for _ in range(2):
+                try:
+                    socket.send_fds(self._running(), [what], descriptors)
+                except OSError:
+                    # The sockets of the process close shortly before it exits.
+                    self._end()
+                else:
+                    return self._process
+        raise EngineError("The structure compiler process died.")
 
     def _end_hung(self, process: subprocess.Popen[bytes] | None) -> None:
         """End a process unless another process has replaced it; its forks continue."""
         with self._lock:
             if self._process is process:
                 self._end()
-
-    def _has_died(self) -> bool:
-        with self._lock:
-            if self._process is None:
-                return True
-            try:
-                # Its sockets close shortly before it exits.
-                self._process.wait(_DEATH_S)
-            except subprocess.TimeoutExpired:
-                return False
-            return True
 
     def _known_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
@@ -399,7 +376,7 @@ class StructureCompilerClient:
                 )
             except OSError as error:
                 ours.close()
-                raise _ShortageError(error) from error
+                raise _shortage_of(error) from error
         try:
             ours.settimeout(_START_TIMEOUT_S)
             start = CompilerStart(vocabulary=self._known_vocabulary(), limits=self._limits)
@@ -422,8 +399,13 @@ class StructureCompilerClient:
         self._control, self._process = None, None
 
 
+def _shortage_of(error: OSError) -> EngineError:
+    """Return the error for files or processes that the system lacks."""
+    return EngineError(f"Structures cannot be compiled: {error.strerror}. Retry later.")
+
+
 def _connected_sockets() -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
     except OSError as error:
-        raise _ShortageError(error) from error
+        raise _shortage_of(error) from error

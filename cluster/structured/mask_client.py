@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CompiledGrammar",
     "MaskClient",
-    "MaskConnection",
-    "MaskProcess",
     "MaskProcessDiedError",
     "MatcherHandle",
 ]
@@ -217,6 +215,24 @@ _TOO_COSTLY = "its masks take too much time or memory"
 _Asked = tuple[MatcherHandle, "Sequence[int]"]
 
 
+class MaskProcessDiedError(Exception):
+    """The process died during a query, or could not be started."""
+
+    def __init__(self, message: str, *, is_killed: bool = False) -> None:
+        """`is_killed` if it died while it made masks."""
+        super().__init__(message)
+        self.is_killed = is_killed
+
+
+class _MaskProcess(NamedTuple):
+    """A fork that makes masks, from its start until it exits or is replaced."""
+
+    incarnation: int
+    """The number of this incarnation, which has no state of earlier incarnations."""
+    masks: socket.socket
+    grammars: socket.socket
+
+
 class MaskClient:
     """Queries masks, one thread at a time, and loads grammars, for any thread."""
 
@@ -227,12 +243,29 @@ class MaskClient:
         num_mask_bytes: int,
         max_tenant_bytes: int,
     ) -> None:
+        """`connect` starts a process and returns its sockets for masks and for grammars.
+
+        It raises EngineError. The grammars of one tenant may take `max_tenant_bytes`.
+        """
         self.num_mask_bytes = num_mask_bytes
         """Number of bytes of a mask."""
-        self._connection = MaskConnection(connect, max_tenant_bytes=max_tenant_bytes)
+        self._connect = connect
+        self._max_tenant_bytes = max_tenant_bytes
         self._ids = count()
-        self._lock = threading.Lock()
+        self._query_lock = threading.Lock()
         """Held by the thread that queries."""
+        # Any thread may append; they are sent with the next message.
+        self._ended_sequence_ids: deque[int] = deque()
+        self._ended_grammar_ids: deque[int] = deque()
+        self._lock = threading.Lock()
+        """Held to load a grammar, and to change the fields below."""
+        self._grammars: WeakValueDictionary[int, CompiledGrammar] = WeakValueDictionary()
+        """Grammars in use or cached."""
+        # Read without the lock: no step waits until a grammar is loaded.
+        self._process: _MaskProcess | None = None
+        self._orphaned: deque[socket.socket] = deque()
+        """Sockets for masks of dead processes, to be closed by the thread that queries."""
+        self._num_incarnations = 0
 
     def load_grammar(self, text: GrammarText, *, tenant: str = "") -> tuple[CompiledGrammar, int]:
         """Return a compiled grammar of a tenant and its size in bytes.
@@ -240,22 +273,22 @@ class MaskClient:
         Raises EngineError, OverloadedError if it does not fit in memory, or InvalidRequestError if
         it never does.
         """
-        note_end = self._connection.ended_grammar_ids.append
+        note_end = self._ended_grammar_ids.append
         grammar = CompiledGrammar(self, next(self._ids), text, tenant, note_end)
         try:
-            num_bytes = self._connection.load_grammar(grammar)
+            num_bytes = self._load(grammar)
         except MaskProcessDiedError:
             # Another grammar may have been the cause.
             try:
-                num_bytes = self._connection.load_grammar(grammar)
+                num_bytes = self._load(grammar)
             except MaskProcessDiedError as error:
                 raise EngineError(f"Failed to load a compiled grammar. {error}") from error
-        self._connection.count_memory(grammar, num_bytes)
+        self._count_memory(grammar, num_bytes)
         return grammar, num_bytes
 
     def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle:
         """Return a matcher at the start of a completion of the request."""
-        note_end = self._connection.ended_sequence_ids.append
+        note_end = self._ended_sequence_ids.append
         return MatcherHandle(grammar, next(self._ids), request, note_end)
 
     def masks(
@@ -269,8 +302,8 @@ class MaskClient:
         """
         if not asked:
             return []
-        with self._lock:
-            self._connection.close_orphaned()
+        with self._query_lock:
+            self._close_orphaned()
             try:
                 self._query_all(asked, num_awaited, wait_s)
             except MaskProcessDiedError as error:
@@ -284,9 +317,15 @@ class MaskClient:
 
     def close(self) -> None:
         """End the process and the calls that wait for it."""
-        self._connection.shut_down()
-        with self._lock:
-            self._connection.close()
+        process = self._process
+        connected = () if process is None else (process.masks, process.grammars)
+        for connection in (*self._orphaned.copy(), *connected):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        with self._query_lock:
+            with self._lock:
+                self._disconnect()
+            self._close_orphaned()
 
     def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> None:
         """Wait for the outcome of a query; add its grammar to `crashing` if that ends a process."""
@@ -313,21 +352,146 @@ class MaskClient:
         crashing: set[CompiledGrammar] = set()
         until_s = time.monotonic() + wait_s
         while left := _without_outcome(asked):
-            process = self._connection.process_with({matcher.grammar for matcher, _ in left})
+            process = self._process_with({matcher.grammar for matcher, _ in left})
             queries = [
                 matcher.query(token_ids, process.incarnation, costly_s=_COSTLY_SHARE * wait_s)
                 for matcher, token_ids in left
                 if not matcher.is_pending(process.incarnation)
             ]
             if queries:
-                self._connection.send_queries(process, queries, wait_s)
+                self._send_queries(process, queries, wait_s)
             is_awaited = bool(_without_outcome(asked[:num_awaited]))
             left_s = max(0.0, until_s - time.monotonic()) if is_awaited else 0.0
-            reply = self._connection.receive_reply(process, left_s)
+            reply = self._receive_reply(process, left_s)
             if reply is None:
                 break
             crashing |= _apply(reply, left)
         return crashing
+
+    def _load(self, grammar: CompiledGrammar) -> int:
+        """Load a grammar into the process; return its size in bytes.
+
+        Raises EngineError, OverloadedError if it does not fit in memory, or MaskProcessDiedError.
+        """
+        with self._lock:
+            process = self._process
+            if process is None:
+                self._num_incarnations += 1
+                process = self._process = _MaskProcess(self._num_incarnations, *self._connect())
+            try:
+                process.grammars.settimeout(_LOAD_TIMEOUT_S)
+                load = LoadGrammar(grammar.id, grammar.text, _drained(self._ended_grammar_ids))
+                write_frame(process.grammars, msgspec.msgpack.encode(load))
+                reply: GrammarLoaded | LoadFailed = read_message(
+                    process.grammars, GrammarLoaded | LoadFailed
+                )
+            except (OSError, EOFError) as error:
+                # Another thread may be reading masks that the process sent before it died.
+                self._orphaned.append(process.masks)
+                process.grammars.close()
+                self._process = None
+                raise _died(error) from error
+            if isinstance(reply, LoadFailed):
+                if reply.is_out_of_memory:
+                    raise OverloadedError(
+                        "The structures in use take all memory available to them."
+                    )
+                raise EngineError(f"Failed to load a compiled grammar: {reply.message}.")
+            grammar.incarnation = process.incarnation
+            return reply.num_bytes
+
+    def _count_memory(self, grammar: CompiledGrammar, num_bytes: int) -> None:
+        """Count a grammar against its tenant's memory.
+
+        Raises OverloadedError if that is full, and InvalidRequestError if it never has room for it.
+        """
+        most_mib = self._max_tenant_bytes >> 20
+        if num_bytes > self._max_tenant_bytes:
+            raise invalid_structure(
+                f"structure takes {num_bytes >> 20} MiB of memory; at most {most_mib} MiB are "
+                "allowed."
+            )
+        with self._lock:
+            same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
+            total = num_bytes + sum(one.num_bytes for one in same)
+            if total > self._max_tenant_bytes:
+                raise OverloadedError(
+                    f"The structures of this tenant would take {total >> 20} MiB of memory; "
+                    f"at most {most_mib} MiB are allowed."
+                )
+            grammar.num_bytes = num_bytes
+            self._grammars[grammar.id] = grammar
+
+    def _process_with(self, grammars: Iterable[CompiledGrammar]) -> _MaskProcess:
+        """Return a process that has these grammars. Raises MaskProcessDiedError."""
+        for _ in range(_MAX_INCARNATIONS):
+            process = self._process
+            missing = [
+                one for one in grammars if process is None or one.incarnation != process.incarnation
+            ]
+            if process is not None and not missing:
+                return process
+            try:
+                for grammar in missing:
+                    self._load(grammar)
+            except (EngineError, OverloadedError, OSError) as error:
+                # No process could be started, or it cannot load a grammar that an earlier process
+                # could load.
+                raise MaskProcessDiedError(str(error)) from error
+        raise MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
+
+    def _send_queries(self, process: _MaskProcess, queries: list[MaskQuery], wait_s: float) -> None:
+        """Ask for masks. Raises MaskProcessDiedError."""
+        # The process replies early enough for the last masks to be read in time.
+        patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
+        sequence_ids, grammar_ids = _drained(self._ended_sequence_ids), self._ended_grammar_ids
+        query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s)
+        try:
+            process.masks.settimeout(_SEND_TIMEOUT_S)
+            write_frame(process.masks, msgspec.msgpack.encode(query))
+        except BrokenPipeError:
+            # Its last reply may say which sequence has ended the process.
+            return
+        except OSError as error:
+            self._forget(process)
+            raise _died(error, is_killed=True) from error
+
+    def _receive_reply(self, process: _MaskProcess, wait_s: float) -> MaskReply | None:
+        """Return the next reply, or None if there is none within `wait_s`.
+
+        Raises MaskProcessDiedError.
+        """
+        if not _is_readable(process.masks, wait_s):
+            return None
+        try:
+            process.masks.settimeout(_SEND_TIMEOUT_S)
+            reply: MaskReply = read_message(process.masks, MaskReply)
+        except (OSError, EOFError, ValueError) as error:
+            self._forget(process)
+            raise _died(error, is_killed=True) from error
+        if reply.is_last:
+            self._forget(process)
+        return reply
+
+    def _close_orphaned(self) -> None:
+        """Close the sockets of dead processes. Called by the thread that queries."""
+        for connection in _drained(self._orphaned):
+            connection.close()
+
+    def _forget(self, process: _MaskProcess) -> None:
+        # A thread that waits for a process that hangs, to load a grammar, holds the lock.
+        with contextlib.suppress(OSError):
+            process.grammars.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            # A thread that loads a grammar may have started another process.
+            if self._process is process:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._process is not None:
+            self._process.masks.close()
+            self._process.grammars.close()
+            self._process = None
 
 
 def _without_outcome(asked: Sequence[_Asked]) -> list[_Asked]:
@@ -353,190 +517,6 @@ def _apply(reply: MaskReply, asked: Sequence[_Asked]) -> set[CompiledGrammar]:
         if matcher.grammar in crashing:
             matcher.note_failure(token_ids, _TOO_COSTLY)
     return crashing
-
-
-class MaskProcessDiedError(Exception):
-    """The process died during a query, or could not be started."""
-
-    def __init__(self, message: str, *, is_killed: bool = False) -> None:
-        """`is_killed` if it died while it made masks."""
-        super().__init__(message)
-        self.is_killed = is_killed
-
-
-class MaskProcess(NamedTuple):
-    """A fork that makes masks, from its start until it exits or is replaced."""
-
-    incarnation: int
-    """The number of this incarnation, which has no state of earlier incarnations."""
-    masks: socket.socket
-    grammars: socket.socket
-
-
-class MaskConnection:
-    """Starts the process when it is needed. One thread at a time exchanges queries."""
-
-    def __init__(
-        self, connect: Callable[[], tuple[socket.socket, socket.socket]], *, max_tenant_bytes: int
-    ) -> None:
-        """`connect` starts a process and returns its sockets for masks and for grammars.
-
-        It raises EngineError. The grammars of one tenant may take `max_tenant_bytes`.
-        """
-        self._connect = connect
-        self._max_tenant_bytes = max_tenant_bytes
-        self.ended_sequence_ids: deque[int] = deque()
-        """Sent with the next query. Any thread may append."""
-        self.ended_grammar_ids: deque[int] = deque()
-        """Sent with the next message. Any thread may append."""
-        self._lock = threading.Lock()
-        """Held to load a grammar, and to change the fields below."""
-        self._grammars: WeakValueDictionary[int, CompiledGrammar] = WeakValueDictionary()
-        """Grammars in use or cached."""
-        # Read without the lock: no step waits until a grammar is loaded.
-        self._process: MaskProcess | None = None
-        self._orphaned: deque[socket.socket] = deque()
-        """Sockets for masks of dead processes, to be closed by the thread that reads them."""
-        self._num_incarnations = 0
-
-    def load_grammar(self, grammar: CompiledGrammar) -> int:
-        """Load a grammar into the process; return its size in bytes.
-
-        Raises EngineError, OverloadedError if it does not fit in memory, or MaskProcessDiedError.
-        """
-        with self._lock:
-            process = self._process
-            if process is None:
-                self._num_incarnations += 1
-                process = self._process = MaskProcess(self._num_incarnations, *self._connect())
-            try:
-                process.grammars.settimeout(_LOAD_TIMEOUT_S)
-                load = LoadGrammar(grammar.id, grammar.text, _drained(self.ended_grammar_ids))
-                write_frame(process.grammars, msgspec.msgpack.encode(load))
-                reply: GrammarLoaded | LoadFailed = read_message(
-                    process.grammars, GrammarLoaded | LoadFailed
-                )
-            except (OSError, EOFError) as error:
-                # Another thread may be reading masks that the process sent before it died.
-                self._orphaned.append(process.masks)
-                process.grammars.close()
-                self._process = None
-                raise _died(error) from error
-            if isinstance(reply, LoadFailed):
-                if reply.is_out_of_memory:
-                    raise OverloadedError(
-                        "The structures in use take all memory available to them."
-                    )
-                raise EngineError(f"Failed to load a compiled grammar: {reply.message}.")
-            grammar.incarnation = process.incarnation
-            return reply.num_bytes
-
-    def count_memory(self, grammar: CompiledGrammar, num_bytes: int) -> None:
-        """Count a grammar against its tenant's memory.
-
-        Raises OverloadedError if that is full, and InvalidRequestError if it never has room for it.
-        """
-        most_mib = self._max_tenant_bytes >> 20
-        if num_bytes > self._max_tenant_bytes:
-            raise invalid_structure(
-                f"structure takes {num_bytes >> 20} MiB of memory; at most {most_mib} MiB are "
-                "allowed."
-            )
-        with self._lock:
-            same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
-            total = num_bytes + sum(one.num_bytes for one in same)
-            if total > self._max_tenant_bytes:
-                raise OverloadedError(
-                    f"The structures of this tenant would take {total >> 20} MiB of memory; "
-                    f"at most {most_mib} MiB are allowed."
-                )
-            grammar.num_bytes = num_bytes
-            self._grammars[grammar.id] = grammar
-
-    def process_with(self, grammars: Iterable[CompiledGrammar]) -> MaskProcess:
-        """Return a process that has these grammars. Raises MaskProcessDiedError."""
-        for _ in range(_MAX_INCARNATIONS):
-            process = self._process
-            missing = [
-                one for one in grammars if process is None or one.incarnation != process.incarnation
-            ]
-            if process is not None and not missing:
-                return process
-            try:
-                for grammar in missing:
-                    self.load_grammar(grammar)
-            except (EngineError, OverloadedError, OSError) as error:
-                # No process could be started, or it cannot load a grammar that an earlier process
-                # could load.
-                raise MaskProcessDiedError(str(error)) from error
-        raise MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
-
-    def send_queries(self, process: MaskProcess, queries: list[MaskQuery], wait_s: float) -> None:
-        """Ask for masks. Raises MaskProcessDiedError."""
-        # The process replies early enough for the last masks to be read in time.
-        patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
-        sequence_ids, grammar_ids = _drained(self.ended_sequence_ids), self.ended_grammar_ids
-        query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s)
-        try:
-            process.masks.settimeout(_SEND_TIMEOUT_S)
-            write_frame(process.masks, msgspec.msgpack.encode(query))
-        except BrokenPipeError:
-            # Its last reply may say which sequence has ended the process.
-            return
-        except OSError as error:
-            self._forget(process)
-            raise _died(error, is_killed=True) from error
-
-    def receive_reply(self, process: MaskProcess, wait_s: float) -> MaskReply | None:
-        """Return the next reply, or None if there is none within `wait_s`.
-
-        Raises MaskProcessDiedError.
-        """
-        if not _is_readable(process.masks, wait_s):
-            return None
-        try:
-            process.masks.settimeout(_SEND_TIMEOUT_S)
-            reply: MaskReply = read_message(process.masks, MaskReply)
-        except (OSError, EOFError, ValueError) as error:
-            self._forget(process)
-            raise _died(error, is_killed=True) from error
-        if reply.is_last:
-            self._forget(process)
-        return reply
-
-    def shut_down(self) -> None:
-        """Wake the threads that wait for the process."""
-        process = self._process
-        connected = () if process is None else (process.masks, process.grammars)
-        for connection in (*self._orphaned.copy(), *connected):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """End the process. Called by the thread that exchanges queries, or after it."""
-        with self._lock:
-            self._disconnect()
-        self.close_orphaned()
-
-    def close_orphaned(self) -> None:
-        """Close the sockets of dead processes. Called by the thread that exchanges queries."""
-        for connection in _drained(self._orphaned):
-            connection.close()
-
-    def _forget(self, process: MaskProcess) -> None:
-        # A thread that waits for a process that hangs, to load a grammar, holds the lock.
-        with contextlib.suppress(OSError):
-            process.grammars.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            # A thread that loads a grammar may have started another process.
-            if self._process is process:
-                self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._process is not None:
-            self._process.masks.close()
-            self._process.grammars.close()
-            self._process = None
 
 
 def _is_readable(connection: socket.socket, wait_s: float) -> bool:

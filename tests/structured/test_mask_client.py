@@ -15,8 +15,6 @@ from cluster.structured.child_process import read_frame, write_frame
 from cluster.structured.mask_client import (
     CompiledGrammar,
     MaskClient,
-    MaskConnection,
-    MaskProcessDiedError,
 )
 from cluster.structured.mask_process import SequenceMatcher, allowed_cpu_s
 from cluster.structured.messages import (
@@ -350,17 +348,17 @@ def test_a_replay_may_take_what_the_tokens_took_and_little_more(
 
 
 def test_errors_of_the_socket_are_described_in_words() -> None:
-    pairs = socket.socketpair(), socket.socketpair()
-    connection = MaskConnection(lambda: (pairs[0][0], pairs[1][0]), max_tenant_bytes=100)
-    no_source: Any = None  # Any: no masks are made here
-    grammar = CompiledGrammar(
-        no_source, 1, GrammarText(b"{}"), "", connection.ended_grammar_ids.append
-    )
-    for _, theirs in pairs:
-        theirs.close()
-    with pytest.raises(MaskProcessDiedError, match=r"^The mask process died: Broken pipe\.$"):
-        connection.load_grammar(grammar)
-    connection.close()
+    def connect() -> tuple[socket.socket, socket.socket]:
+        """Return sockets of a process that has died."""
+        pairs = socket.socketpair(), socket.socketpair()
+        for _, theirs in pairs:
+            theirs.close()
+        return pairs[0][0], pairs[1][0]
+
+    client = MaskClient(connect, num_mask_bytes=4, max_tenant_bytes=100)
+    with pytest.raises(EngineError, match=r"The mask process died: Broken pipe\.$"):
+        client.load_grammar(GrammarText(b"{}"))
+    client.close()
 
 
 class QuickMatcher:
