@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,23 @@ from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from cluster.structured.token_matchers import vocabulary_of
 from cluster.structured.xgrammar_library import XGrammarLibrary
+from pagedray.structure import Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from cluster.structured.mask_client import MatcherHandle
     from cluster.structured.token_matchers import Vocabulary
+    from pagedray.request import FinishReason
+
+__all__ = ["made_masks"]
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 VOCAB_SIZE = 3072
 EOS = 0
+
+SMALL = Structure(kind="regex", text="a{3}")
+OTHER = Structure(kind="regex", text="b")
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +65,23 @@ def own_compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
     )
     yield compiler
     compiler.close()
+
+
+def made_masks(
+    asked: Sequence[tuple[MatcherHandle, Sequence[int]]],
+) -> list[bytes | FinishReason]:
+    """Return the mask, or how the sequence ends, for each matcher and its tokens."""
+    grammar = asked[0][0].grammar
+    found = grammar.masks(asked, num_awaited=len(asked), wait_s=math.inf)
+    assert None not in found
+    return [one for one in found if one is not None]
+
+
+def large(num_alternatives: int) -> Structure:
+    """Return a grammar of a client, whose cost shows only in the compiler."""
+    rules = (f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(num_alternatives))
+    return Structure(kind="grammar", text="root ::= " + " | ".join(rules))
+
+
+# It takes many seconds.
+LARGE = large(400)

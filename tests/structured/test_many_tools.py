@@ -14,8 +14,7 @@ from cluster.structured.messages import CompileLimits
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 from pagedray.structure import Structure
-from tests.structured.conftest import EOS, vocabulary
-from tests.structured.made_masks import made_masks
+from tests.structured.conftest import EOS, made_masks, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

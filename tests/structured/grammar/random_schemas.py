@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.structured.made_masks import made_masks
+from tests.structured.conftest import made_masks
 
 if TYPE_CHECKING:
     import random

@@ -8,7 +8,8 @@ import json
 import random
 import re
 from itertools import permutations, product
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
@@ -19,6 +20,7 @@ from cluster.serving.tools.forced_calls import schema_without_text
 from cluster.structured.grammar.expressions import Alternation, Concat, Expression, Repeat, Rule
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.json_schema import read_json_schema
+from cluster.structured.grammar.schema_keywords import are_disjoint
 from pagedray.errors import InvalidRequestError
 from pagedray.structure import Structure
 from tests.structured.conftest import EOS
@@ -35,8 +37,13 @@ if TYPE_CHECKING:
 # For the other formats it checks another standard, or nothing.
 FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
 VALIDATOR = jsonschema.Draft202012Validator
-
 NAMES = ("a", "b", "c", "d")
+Schema = dict[str, Any]  # Any: JSON
+TARGETS: dict[object, object] = {"a": {"const": "a"}, "true": True}
+
+LINES = Path(__file__).with_name("generated_schemas.jsonl").read_text().splitlines()
+"""A schema in each line, with a valid and an invalid value."""
+LEAST_SHARE = 0.97
 
 
 def structure(schema: object) -> Structure:
@@ -523,3 +530,105 @@ def test_the_most_optional_properties_compile_to_a_small_grammar(
     text = schema_of([f"parameter_{number}" for number in range(128)], ())
     compiled, _ = library.compile_grammar(grammar_text(Structure(kind="json_schema", text=text)))
     assert len(library.json_of(compiled)) < 20 * 2**20
+
+
+def of_kind(kind: object, *, name: str = "kind", **more: object) -> Schema:
+    return {"type": "object", "properties": {name: kind}, "required": [name], **more}
+
+
+A, B = of_kind({"const": "a"}), of_kind({"const": "b"})
+
+
+def without(keyword: str) -> Schema:
+    return {key: value for key, value in A.items() if key != keyword}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"const": "a"}, {"const": "b"}),
+        ({"enum": ["a", "b"]}, {"enum": ["c"]}),
+        ({"enum": ["a"]}, {"const": "b"}),
+        ({"type": "string"}, {"type": "integer"}),
+        ({"type": ["string", "null"]}, {"type": ["integer", "boolean"]}),
+        ({"const": "a", "type": "string"}, {"type": "null"}),
+        ({"$ref": "a"}, {"const": "b"}),
+        (A, B),
+        (A, of_kind({"enum": ["b", "c"]})),
+        (of_kind({"const": "a"}, required=["x", "kind"]), B),
+        (A, {"type": "array"}),
+    ],
+)
+def test_schemas_that_share_no_value_are_disjoint(one: Schema, other: Schema) -> None:
+    assert are_disjoint([one, other], TARGETS.__getitem__)
+    assert are_disjoint([other, one], TARGETS.__getitem__)
+    assert not are_disjoint([one, other, one], TARGETS.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"const": "a"}, {"const": "a"}),
+        ({"enum": ["a", "b"]}, {"enum": ["b", "c"]}),
+        # They are the same number.
+        ({"const": 1}, {"const": 1.0}),
+        ({"enum": ["a", 1]}, {"enum": ["b", 1.0]}),
+        ({"type": "number"}, {"type": "integer"}),
+        ({"type": ["string", "null"]}, {"type": ["integer", "null"]}),
+        ({"type": "string"}, {}),
+        ({}, {}),
+        (True, {"type": "string"}),
+        ({"type": "string"}, {"const": "a"}),
+        ({"type": ["string", 1]}, {"type": "null"}),
+        ({"$ref": "true"}, {"const": "a"}),
+        ({"$ref": "a"}, {"const": "a"}),
+        (A, A),
+        (without("type"), B),
+        (without("properties"), B),
+        (without("required"), B),
+        ({**A, "type": ["object", "null"]}, {**B, "type": ["object", "null"]}),
+        (A, of_kind({"const": "b"}, name="other")),
+        (A, of_kind({"const": "b"}, name="other", required=["kind", "other"])),
+        (A, of_kind({"const": "b"}, required=[])),
+        (A, of_kind({"type": "string"})),
+        (A, of_kind(True)),
+        (of_kind({"const": 1}), of_kind({"const": 1.0})),
+    ],
+)
+def test_schemas_that_may_share_a_value_are_not_disjoint(one: Schema | bool, other: Schema) -> None:
+    assert not are_disjoint([one, other], TARGETS.__getitem__)
+    assert not are_disjoint([other, one], TARGETS.__getitem__)
+
+
+# Any: JSON
+def problem_of(entry: dict[str, Any]) -> str:
+    """Return what is wrong about the grammar of a schema, or an empty text."""
+    schema = entry["schema"]
+    try:
+        text = grammar_text(Structure(kind="json_schema", text=json.dumps(schema)))
+    except InvalidRequestError as error:
+        return str(error)
+    grammar = Grammar.from_ebnf(text)
+    if not _is_grammar_accept_string(grammar, json.dumps(entry["good"])):
+        return "the valid value is rejected"
+    if _is_grammar_accept_string(grammar, json.dumps(entry["bad"])):
+        return "the invalid value is accepted"
+    return ""
+
+
+def test_the_values_are_what_they_are_said_to_be() -> None:
+    assert len({json.dumps(json.loads(line)["schema"], sort_keys=True) for line in LINES}) == 250
+    for line in LINES:
+        entry = json.loads(line)
+        validator = jsonschema.Draft202012Validator(entry["schema"])
+        assert validator.is_valid(entry["good"]), line
+        assert not validator.is_valid(entry["bad"]), line
+
+
+def test_almost_all_schemas_of_generators_are_enforced() -> None:
+    entries = [json.loads(line) for line in LINES]
+    problems = {json.dumps(one["schema"]): problem_of(one) for one in entries}
+    wrong = {schema: problem for schema, problem in problems.items() if problem}
+    assert len(wrong) <= (1 - LEAST_SHARE) * len(entries), wrong
+    # What is accepted is enforced.
+    assert "the invalid value is accepted" not in wrong.values(), wrong
