@@ -35,12 +35,7 @@ FULL_STEP_S = STEP_S + BUDGET * TOKEN_S
 NUM_ROWS = 64
 
 Flood = Literal["none", "prompts of 500", "prompts of 32 000", "outputs of 4 000", "full pool"]
-FLOODS: tuple[Flood, ...] = (
-    "prompts of 500",
-    "prompts of 32 000",
-    "outputs of 4 000",
-    "full pool",
-)
+FLOODS: tuple[Flood, ...] = ("prompts of 500", "prompts of 32 000", "outputs of 4 000", "full pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +90,7 @@ _WORKLOADS: dict[Workload, _PreemptionShape] = {
     "long prompts": _PreemptionShape(num_blocks=6000, num_own_tokens=4000, num_output_tokens=1000),
     "forks": _PreemptionShape(num_blocks=3000, num_own_tokens=1000, num_output_tokens=1500, n=8),
     "slow copies": _PreemptionShape(
-        num_blocks=3000,
-        num_own_tokens=50,
-        num_output_tokens=2000,
-        block_s=600e-6,
+        num_blocks=3000, num_own_tokens=50, num_output_tokens=2000, block_s=600e-6
     ),
 }
 

@@ -119,7 +119,8 @@ class Planner:
                 if sequence.is_prefill:
                     prefills.append(sequence)
                     continue
-                if sequence.is_ending or sequence.lacks_mask:
+                is_ending = position == sequence.max_length - 1
+                if is_ending or (sequence.masks is not None and sequence.lacks_mask):
                     continue
                 if len(decodes) == budget.num_tokens:
                     break
@@ -149,7 +150,8 @@ class Planner:
             budget.draft.growing_rows.append(sequence.state.row)
             budget.draft.new_block_ids.append(block)
         if sequence.masks is None or not sequence.masks.num_deferred:
-            sequence.unchecked_until = min(sequence.blocks.num_slots, sequence.max_length - 1)
+            last_position, num_slots = sequence.max_length - 1, sequence.blocks.num_slots
+            sequence.unchecked_until = num_slots if num_slots < last_position else last_position
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], budget: StepBudget) -> None:
@@ -463,6 +465,8 @@ class PlanDraft:
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences that sample a token, in the order of the output."""
+        if not self.prefilled:
+            return self.decodes
         return self.chunk_samples + self.single_samples + self.decodes
 
     def add_start(self, sequence: Sequence, donor: Sequence | None) -> None:

@@ -60,13 +60,7 @@ class Scheduler:
 
     max_plans_in_flight = MAX_PLANS_IN_FLIGHT
 
-    def __init__(
-        self,
-        *,
-        config: SchedulerConfig,
-        kv: KvOptions,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, *, config: SchedulerConfig, kv: KvOptions, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
@@ -101,10 +95,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._prompt_logprobs = PromptLogprobsBuffer()
         self._outputs = OutputReader(
-            self._kv,
-            self._table,
-            recovery=self._recovery,
-            prompt_logprobs=self._prompt_logprobs,
+            self._kv, self._table, recovery=self._recovery, prompt_logprobs=self._prompt_logprobs
         )
         self._has_structures = False
         self._deferred: list[Sequence] = []

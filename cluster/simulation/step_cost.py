@@ -63,9 +63,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Blocks are copied equally fast in both directions.
         """
         return cls(
-            points=((0, step_s), (1, step_s + token_s)),
-            block_out_s=block_s,
-            block_in_s=block_s,
+            points=((0, step_s), (1, step_s + token_s)), block_out_s=block_s, block_in_s=block_s
         )
 
     def tokens_s(self, num_tokens: int) -> float:

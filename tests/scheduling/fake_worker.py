@@ -85,10 +85,7 @@ def undisturbed(
             return token_ids[num_prompt_tokens:], FinishReason.ERROR
         may_end = len(token_ids) - num_prompt_tokens >= sampling.min_tokens
         token_id = sample(
-            chain[-1],
-            seed=request.seed,
-            index=index,
-            is_eos_allowed=may_end or sampling.ignore_eos,
+            chain[-1], seed=request.seed, index=index, is_eos_allowed=may_end or sampling.ignore_eos
         )
         token_ids.append(token_id)
         chain.append(next_fingerprint(chain[-1], token_id))

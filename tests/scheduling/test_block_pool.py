@@ -111,8 +111,7 @@ def test_block_in_transit_can_be_shared() -> None:
 
 @pytest.mark.parametrize("block", [0, 1, 2, -1, 99])
 @pytest.mark.parametrize(
-    "misuse",
-    [BlockPool.release, BlockPool.share, BlockPool.pin, BlockPool.unpin, BlockPool.keep],
+    "misuse", [BlockPool.release, BlockPool.share, BlockPool.pin, BlockPool.unpin, BlockPool.keep]
 )
 def test_misuse_is_rejected_and_changes_nothing(
     misuse: Callable[[BlockPool, int], None], block: int

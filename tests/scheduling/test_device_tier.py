@@ -147,11 +147,7 @@ def found_one_by_one(
     st.none() | st.integers(0, 5),
 )
 def test_prefix_is_what_single_look_ups_find(
-    cached: list[int],
-    wanted: list[int],
-    num_known: int,
-    renewed: int | None,
-    forged: int | None,
+    cached: list[int], wanted: list[int], num_known: int, renewed: int | None, forged: int | None
 ) -> None:
     cache = make_cache()
     parent = ROOT

@@ -579,9 +579,7 @@ PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,
 @settings(max_examples=100)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)),
-        min_size=30,
-        max_size=60,
+        st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)), min_size=30, max_size=60
     )
 )
 def test_a_sequence_is_admitted_as_soon_as_there_is_room(

@@ -176,8 +176,8 @@ SequenceTable.remove_sequence: a request that is dropped stays in the queue's co
 + if False:
 
 Planner._prepare_decode: a sequence decodes on without a block for its tokens
-- min(sequence.blocks.num_slots, sequence.max_length - 1)
-+ sequence.max_length - 1
+- num_slots if num_slots < last_position else last_position
++ last_position
 
 Sequence.drop_blocks: a sequence that starts again decodes as far as before it lost its blocks
 - self.unchecked_until = 0
