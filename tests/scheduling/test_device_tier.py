@@ -42,25 +42,15 @@ def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
     assert cache.find_block(cache.key_after(again.digest, tokens(3, 4))) == 11
 
 
-def test_equal_tokens_after_other_tokens_are_another_block() -> None:
+def test_equal_tokens_are_other_blocks_after_other_tokens_tenants_or_salts() -> None:
     cache = make_cache()
-    parents = [cache.key_after(cache.root("a"), tokens(token, 2)).digest for token in (0, 1)]
-    cache.add_block(cache.key_after(parents[0], tokens(3, 4)), 10)
-    assert cache.find_block(cache.key_after(parents[1], tokens(3, 4))) is None
-
-
-def test_tenants_share_nothing() -> None:
-    cache = make_cache()
-    cache.add_block(cache.key_after(cache.root("a"), tokens(1, 2)), 10)
-    assert cache.find_block(cache.key_after(cache.root("b"), tokens(1, 2))) is None
-
-
-def test_salts_share_nothing() -> None:
-    cache = make_cache()
-    cache.add_block(cache.key_after(cache.root("a", "one"), tokens(1, 2)), 10)
-    assert cache.find_block(cache.key_after(cache.root("a"), tokens(1, 2))) is None
-    assert cache.find_block(cache.key_after(cache.root("a", "two"), tokens(1, 2))) is None
-    assert cache.find_block(cache.key_after(cache.root("a", "one"), tokens(1, 2))) == 10
+    roots = [cache.root("a"), cache.root("b"), cache.root("a", "one"), cache.root("a", "two")]
+    parents = [*roots, cache.key_after(cache.root("a"), tokens(0, 2)).digest]
+    keys = [cache.key_after(parent, tokens(3, 4)) for parent in parents]
+    for block, key in enumerate(keys):
+        assert cache.find_block(key) is None
+        cache.add_block(key, block)
+    assert [cache.find_block(key) for key in keys] == list(range(5))
 
 
 def test_salt_that_spells_tokens_is_not_a_block_of_them() -> None:

@@ -62,38 +62,27 @@ def test_hits_that_are_idle_count_as_taken() -> None:
     assert admit(kv, second, num_tokens=12)
 
 
-def test_known_prefix_is_not_computed_again() -> None:
+@pytest.mark.parametrize(
+    ("num_cached", "num_tokens", "tenant", "num_hit_tokens"),
+    [
+        pytest.param(10, 10, "", 8, id="full blocks"),
+        pytest.param(8, 8, "", 4, id="one token is left to compute"),
+        pytest.param(7, 9, "", 4, id="no partial block"),
+        pytest.param(10, 10, "other", 0, id="no block of another tenant"),
+    ],
+)
+def test_known_prefix_is_not_computed_again(
+    num_cached: int, num_tokens: int, tenant: str, num_hit_tokens: int
+) -> None:
     kv = make_manager()
-    first, second = make_sequences(10)[0], make_sequences(10)[0]
+    (first,), (second,) = make_sequences(num_cached), make_sequences(num_tokens, tenant=tenant)
     run_prompt(kv, first)
-    assert admit(kv, second, num_tokens=10)
-    assert second.num_computed == 8
-    assert second.blocks.ids == first.blocks.ids[:2]
-    assert (kv.num_queried_tokens, kv.num_hit_tokens) == (20, 8)
-
-
-def test_one_token_is_computed_though_all_are_known() -> None:
-    kv = make_manager()
-    first, second = make_sequences(8)[0], make_sequences(8)[0]
-    run_prompt(kv, first)
-    assert admit(kv, second, num_tokens=8)
-    assert second.num_computed == 4
-
-
-def test_partial_block_is_not_shared() -> None:
-    kv = make_manager()
-    first, second = make_sequences(7)[0], make_sequences(9)[0]
-    run_prompt(kv, first)
-    assert admit(kv, second, num_tokens=9)
-    assert second.blocks.ids == first.blocks.ids[:1]
-
-
-def test_prefix_of_another_tenant_is_not_known() -> None:
-    kv = make_manager()
-    run_prompt(kv, make_sequences(10)[0])
-    (other,) = make_sequences(10, tenant="other")
-    assert admit(kv, other, num_tokens=10)
-    assert other.num_computed == 0
+    assert admit(kv, second, num_tokens=num_tokens)
+    assert second.num_computed == num_hit_tokens
+    num_shared = num_hit_tokens // 4
+    assert second.blocks.ids[:num_shared] == first.blocks.ids[:num_shared]
+    assert len(second.blocks.ids) == num_shared
+    assert (kv.num_queried_tokens, kv.num_hit_tokens) == (num_cached + num_tokens, num_hit_tokens)
 
 
 def test_prefix_outlives_its_sequence_until_the_block_is_needed() -> None:
@@ -136,34 +125,23 @@ def test_nothing_is_hashed_without_a_prefix_cache() -> None:
     assert kv.pool.num_idle == 0
 
 
-def test_fork_shares_full_blocks_and_copies_the_last() -> None:
+# The last slot of a full block is written again; a block of one token is computed again.
+@pytest.mark.parametrize(("num_tokens", "copied"), [(10, 2), (8, 1), (9, None)])
+def test_fork_shares_full_blocks_and_copies_the_last(num_tokens: int, copied: int | None) -> None:
     kv = make_manager()
-    first, second = make_sequences(10, n=2)
+    first, second = make_sequences(num_tokens, n=2)
     run_prompt(kv, first)
-    admission = kv.fork(second, first, num_tokens=10, num_spare=0)
-    assert isinstance(admission, Admitted)
-    assert admission.copies == [BlockCopy(first.blocks.ids[2], second.blocks.ids[2])]
-    assert second.blocks.ids[:2] == first.blocks.ids[:2]
-    assert second.blocks.ids[2] != first.blocks.ids[2]
-    assert second.num_computed == 9
-    assert second.blocks.num_slots == 12
-
-
-def test_fork_copies_a_full_last_block_because_its_last_slot_is_written() -> None:
-    kv = make_manager()
-    first, second = make_sequences(8, n=2)
-    run_prompt(kv, first)
-    admission = kv.fork(second, first, num_tokens=8, num_spare=0)
-    assert isinstance(admission, Admitted)
-    assert admission.copies == [BlockCopy(first.blocks.ids[1], second.blocks.ids[1])]
-
-
-def test_fork_copies_nothing_if_the_last_block_has_one_token() -> None:
-    kv = make_manager()
-    first, second = make_sequences(9, n=2)
-    run_prompt(kv, first)
-    assert kv.fork(second, first, num_tokens=9, num_spare=0) == Admitted(donor=first)
-    assert second.blocks.ids[2] != first.blocks.ids[2]
+    copies = [] if copied is None else [copied]
+    admitted = kv.fork(second, first, num_tokens=num_tokens, num_spare=0)
+    assert isinstance(admitted, Admitted)
+    assert admitted.donor is first
+    ids = first.blocks.ids, second.blocks.ids
+    assert [*admitted.copies] == [BlockCopy(ids[0][at], ids[1][at]) for at in copies]
+    num_shared = (num_tokens - 1) // 4
+    assert ids[0][:num_shared] == ids[1][:num_shared]
+    assert ids[0][num_shared] != ids[1][num_shared]
+    assert second.num_computed == num_tokens - 1
+    assert second.blocks.num_slots == 4 * (num_shared + 1)
 
 
 def test_rejected_fork_changes_nothing() -> None:
@@ -384,7 +362,10 @@ def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
 def test_evicted_prefix_is_copied_back() -> None:
     kv = make_manager(has_cpu_cache=True)
     evictions = run_and_evict(kv, make_sequences(10)[0])
-    (second,) = make_sequences(10)
+    (other,), (second,) = make_sequences(10, tenant="other"), make_sequences(10)
+    assert admit(kv, other, num_tokens=10) == Admitted()
+    assert other.num_computed == 0
+    kv.release(other)
     assert admit(kv, second, num_tokens=10) == Admitted(awaits_copies=True)
     assert second.num_computed == 8
     _, restores = kv.take_copies(1)
@@ -438,14 +419,6 @@ def test_forgotten_blocks_are_not_copied_back() -> None:
     assert admit(kv, second, num_tokens=10)
     assert second.num_computed == 0
     assert kv.cpu_pool.num_idle == 0
-
-
-def test_prefix_of_another_tenant_is_not_copied_back() -> None:
-    kv = make_manager(has_cpu_cache=True)
-    run_and_evict(kv, make_sequences(10)[0])
-    (other,) = make_sequences(10, tenant="other")
-    assert admit(kv, other, num_tokens=10) == Admitted()
-    assert other.num_computed == 0
 
 
 def test_a_preempted_sequence_takes_the_place_of_cached_blocks() -> None:

@@ -37,19 +37,14 @@ def token_after(harness: Harness, request_id: str, place: int) -> int:
     return alone.results.tokens[request_id, 0][place]
 
 
-def test_tokens_are_sampled_until_max_tokens() -> None:
-    harness = Harness()
-    request_id = harness.add([1, 2, 4], max_tokens=5)
+@pytest.mark.parametrize(("max_model_len", "max_tokens", "num_tokens"), [(100, 5, 5), (6, 50, 3)])
+def test_tokens_are_sampled_until_a_limit(
+    max_model_len: int, max_tokens: int, num_tokens: int
+) -> None:
+    harness = Harness(max_model_len=max_model_len)
+    request_id = harness.add([1, 2, 4], max_tokens=max_tokens)
     harness.drain()
-    assert len(harness.results.tokens[request_id, 0]) == 5
-    assert harness.results.reasons[request_id, 0] is FinishReason.LENGTH
-
-
-def test_sequence_ends_at_max_model_len() -> None:
-    harness = Harness(max_model_len=6)
-    request_id = harness.add([1, 2, 4], max_tokens=50)
-    harness.drain()
-    assert len(harness.results.tokens[request_id, 0]) == 3
+    assert len(harness.results.tokens[request_id, 0]) == num_tokens
     assert harness.results.reasons[request_id, 0] is FinishReason.LENGTH
 
 
