@@ -158,7 +158,7 @@ class KvManager:
         at least one known token is always left to compute. The plan of `step` has the copies that
         the sequence awaits.
         """
-        if self.disk is not None and self.awaits_disk(sequence, step):
+        if self.awaits_disk(sequence, step):
             return Refusal.AWAITS_DISK
         num_blocks = -(-num_tokens // self.block_size)
         if self._still_fails(sequence, num_needed=num_blocks + num_spare):
@@ -429,38 +429,6 @@ class KvManager:
                 self.device.forget_block(block)
         if first < len(keys):
             self.device.invalidate_key(self._parent(sequence, first), keys[first])
-
-    def counts(self) -> dict[str, int]:
-        """Return the fields of `SchedulerStats` that count blocks and cached tokens, by name."""
-        pool, cpu_pool, cpu = self.pool, self.cpu_pool, self.cpu
-        counts = {
-            "num_blocks": pool.num_blocks,
-            "num_free_blocks": pool.num_free,
-            "num_cached_blocks": pool.num_idle,
-            "num_transit_blocks": pool.num_in_transit,
-            "num_cpu_blocks": cpu_pool.num_blocks,
-            "num_free_cpu_blocks": cpu_pool.num_free,
-            "num_cached_cpu_blocks": cpu_pool.num_idle,
-            "num_transit_cpu_blocks": cpu_pool.num_in_transit,
-            "num_queried_tokens": self.num_queried_tokens,
-            "num_hit_tokens": self.num_hit_tokens,
-            "num_saved_blocks": cpu.num_saved_blocks,
-            "num_restored_blocks": cpu.num_loaded_blocks,
-            "num_cpu_hit_tokens": cpu.num_loaded_blocks * self.block_size,
-            "num_kept_cpu_blocks": cpu.num_kept_blocks,
-            "num_kept_hit_tokens": cpu.num_kept_hit_blocks * self.block_size,
-        }
-        if (disk := self.disk) is not None:
-            counts |= {
-                "num_disk_blocks": disk.pool.num_blocks,
-                "num_cached_disk_blocks": disk.pool.num_idle,
-                "num_disk_hit_tokens": disk.num_read_blocks * self.block_size,
-                "num_written_blocks": disk.num_written_blocks,
-                "num_read_blocks": disk.num_read_blocks,
-                "num_failed_writes": disk.num_failed_writes,
-                "num_failed_reads": disk.num_failed_reads,
-            }
-        return counts
 
     def _find_blocks(self, sequence: Sequence, num_shareable: int) -> list[int]:
         """Return the longest prefix of a sequence that is cached on the device, in blocks."""

@@ -23,7 +23,7 @@ from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptL
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.scheduling.stats import SchedulerStats
+from cluster.scheduling.stats import SchedulerStats, cache_counts
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.text import pluralize
@@ -378,7 +378,7 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
-            **self._kv.counts(),
+            **cache_counts(self._kv),
         )
 
     def _draft_plan(self) -> PlanDraft:

@@ -1,8 +1,15 @@
 """A snapshot of the scheduler's gauges and counters."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import msgspec
 
-__all__ = ["SchedulerStats"]
+if TYPE_CHECKING:
+    from cluster.scheduling.kv_manager import KvManager
+
+__all__ = ["SchedulerStats", "cache_counts"]
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,3 +79,36 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_swapped_out_blocks: int = 0
     """Blocks of preempted sequences copied to the CPU pool; the next field counts copies back."""
     num_swapped_in_blocks: int = 0
+
+
+def cache_counts(kv: KvManager) -> dict[str, int]:
+    """Return the fields of `SchedulerStats` that count blocks and cached tokens, by name."""
+    pool, cpu_pool, cpu = kv.pool, kv.cpu_pool, kv.cpu
+    counts = {
+        "num_blocks": pool.num_blocks,
+        "num_free_blocks": pool.num_free,
+        "num_cached_blocks": pool.num_idle,
+        "num_transit_blocks": pool.num_in_transit,
+        "num_cpu_blocks": cpu_pool.num_blocks,
+        "num_free_cpu_blocks": cpu_pool.num_free,
+        "num_cached_cpu_blocks": cpu_pool.num_idle,
+        "num_transit_cpu_blocks": cpu_pool.num_in_transit,
+        "num_queried_tokens": kv.num_queried_tokens,
+        "num_hit_tokens": kv.num_hit_tokens,
+        "num_saved_blocks": cpu.num_saved_blocks,
+        "num_restored_blocks": cpu.num_loaded_blocks,
+        "num_cpu_hit_tokens": cpu.num_loaded_blocks * kv.block_size,
+        "num_kept_cpu_blocks": cpu.num_kept_blocks,
+        "num_kept_hit_tokens": cpu.num_kept_hit_blocks * kv.block_size,
+    }
+    if (disk := kv.disk) is not None:
+        counts |= {
+            "num_disk_blocks": disk.pool.num_blocks,
+            "num_cached_disk_blocks": disk.pool.num_idle,
+            "num_disk_hit_tokens": disk.num_read_blocks * kv.block_size,
+            "num_written_blocks": disk.num_written_blocks,
+            "num_read_blocks": disk.num_read_blocks,
+            "num_failed_writes": disk.num_failed_writes,
+            "num_failed_reads": disk.num_failed_reads,
+        }
+    return counts
