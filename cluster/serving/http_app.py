@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.admin.endpoints import server_endpoints
 from cluster.serving.anthropic.endpoints import anthropic_endpoints
 from cluster.serving.http.app import HttpApp
-from cluster.serving.openai.endpoints import openai_endpoints
-from cluster.serving.openai.score_endpoints import score_endpoints
+from cluster.serving.openai.endpoints import openai_endpoints, score_endpoints
 from cluster.serving.responses.endpoints import responses_endpoints
 from cluster.serving.responses.stored_responses import ResponseStore, StoredResponses, StoreLimits
 

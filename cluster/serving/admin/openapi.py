@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.conversation_body import CountBody, MessagesBody
 from cluster.serving.json_body import BodyPart
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
+from cluster.serving.openai.bodies.score_body import EmbeddingBody, RerankBody, ScoreBody
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from cluster.serving.server_info import ServerInfo, ServerLoads
 from cluster.serving.telemetry.load_history import LoadHistory
@@ -24,7 +23,7 @@ from pagedray.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.json_body import Body
 
 __all__ = ["openapi_document"]

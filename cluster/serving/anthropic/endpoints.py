@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Literal, cast
 import msgspec
 from pydantic_core import from_json
 
-from cluster.serving.anthropic.conversation_body import ModelSupport
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
-from cluster.serving.http.endpoint import Endpoint, json_response
-from cluster.serving.http.errors import ErrorFormat, Json, rejection_body
+from cluster.serving.anthropic.conversation_body import CountBody, MessagesBody, ModelSupport
+from cluster.serving.http.endpoint import Endpoint, ErrorFormat, Json, json_response, rejection_body
 from cluster.serving.json_body import renamed
 from cluster.serving.openai.event_stream import EventResponse, answer_call
 from cluster.serving.tools.turn_reader import TextDelta

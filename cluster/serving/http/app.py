@@ -18,8 +18,14 @@ from starlette.responses import Response
 
 from cluster.serving.auth import ANONYMOUS, Tenant
 from cluster.serving.continuation import CONTINUATION_KEY
-from cluster.serving.http.endpoint import Access, Endpoint, json_response
-from cluster.serving.http.errors import OPENAI_ERRORS, error_body, rejection_body
+from cluster.serving.http.endpoint import (
+    OPENAI_ERRORS,
+    Access,
+    Endpoint,
+    error_body,
+    json_response,
+    rejection_body,
+)
 from cluster.serving.http.http_call import HttpCall
 from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.http.request_checks import AllowedOrigins, check_head
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import Receive, Scope, Send
 
-    from cluster.serving.http.errors import ErrorFormat, Json
+    from cluster.serving.http.endpoint import ErrorFormat, Json
     from cluster.serving.http.request_checks import AllowedHosts
     from cluster.serving.inputs import Operation
     from cluster.serving.open_calls import OpenCall

@@ -22,7 +22,7 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cluster.serving.http.errors import error_body
+from cluster.serving.http.endpoint import error_body
 from cluster.serving.http.request_checks import MAX_HEAD_BYTES, MAX_HEADERS, head_without_upgrade
 from cluster.serving.listener import BACKLOG, ConnectionLimits, listen
 from cluster.serving.telemetry.log_lines import LineLimit

@@ -12,7 +12,7 @@ from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.openai.response_choice import (
         CompleteChoice,
         ResponseChoice,

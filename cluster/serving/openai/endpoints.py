@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's API."""
+"""The endpoints of OpenAI's API, and of scores as clients of Jina, Cohere and vLLM read them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from cluster.serving.inputs import EmbeddingInput, GenerationInput, served_names
 from cluster.serving.json_body import renamed
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
+from cluster.serving.openai.bodies.score_body import EmbeddingBody, RerankBody, ScoreBody
 from cluster.serving.openai.chat_format import ChatFormat, CompletionFormat
 from cluster.serving.openai.event_stream import EventStream, answer_call, unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse
@@ -30,16 +31,17 @@ from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError, PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.http.http_call import HttpCall
+    from cluster.serving.inputs import ScoreInput
     from cluster.serving.openai.bodies.generation_body import GenerationBody
     from cluster.serving.openai.chat_format import ChoiceFormat
     from cluster.serving.resume import StreamReader
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
 
-__all__ = ["openai_endpoints"]
+__all__ = ["openai_endpoints", "score_endpoints"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -362,3 +364,81 @@ async def _events(reader: StreamReader) -> AsyncGenerator[bytes]:
     except PagedRayError as error:
         yield error_event(error)
         yield DONE_EVENT
+
+
+def score_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
+    """Return the endpoints, each under the names that it has elsewhere."""
+    handlers = _ScoreHandlers(servicer)
+    return tuple(
+        Endpoint(method="POST", path=path, handler=handler, operation="score")
+        for handler, paths in (
+            (handlers.rerank, ("/rerank", "/v1/rerank", "/v2/rerank")),
+            (handlers.score, ("/score", "/v1/score")),
+        )
+        for path in paths
+    )
+
+
+class _ScoreHandlers:
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+        self._model = servicer.config.model.name
+
+    async def rerank(self, call: HttpCall) -> Response:
+        def read(body: RerankBody, _: bytes) -> tuple[ScoreInput, int | None, bool]:
+            given = body.to_input()
+            return given, body.top_n or None, body.return_documents
+
+        given, top_n, has_documents = await call.body(RerankBody, read)
+        output = await self._scored(call, given)
+        scores: list[float] = output.vectors[:, 0].tolist()
+        # The first of equals stays first.
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+        results: list[Json] = []
+        for index in order:
+            result: Json = {"index": index, "relevance_score": scores[index]}
+            if has_documents:
+                result["document"] = {"text": given.pairs[index][1]}
+            results.append(result)
+        return _response(
+            {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": self._model,
+                "usage": {"total_tokens": output.num_prompt_tokens},
+            },
+            "results",
+            results,
+        )
+
+    async def score(self, call: HttpCall) -> Response:
+        def read(body: ScoreBody, _: bytes) -> ScoreInput:
+            return body.to_input()
+
+        output = await self._scored(call, await call.body(ScoreBody, read))
+        return _response(
+            {
+                "id": f"score-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": self._model,
+                "usage": {
+                    "prompt_tokens": output.num_prompt_tokens,
+                    "total_tokens": output.num_prompt_tokens,
+                },
+            },
+            "data",
+            [
+                {"index": index, "object": "score", "score": score}
+                for index, score in enumerate(output.vectors[:, 0].tolist())
+            ],
+        )
+
+    async def _scored(self, call: HttpCall, given: ScoreInput) -> EmbeddingOutput:
+        given = replace(given, tenant=call.tenant.name, origin=call.origin)
+        work = self._servicer.score(given, call.entered)
+        return await unless_disconnected(call.request.receive, work)
+
+
+def _response(head: Json, name: str, entries: Sequence[Json]) -> Response:
+    """Return a response with entries in its field `name`."""
+    return Response(msgspec.json.encode({**head, name: entries}), media_type=JSON_TYPE)

@@ -25,7 +25,7 @@ from pagedray.errors import PagedRayError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.intake import OutputBuffer
     from cluster.serving.openai.chat_format import ChoiceFormat
     from cluster.serving.servicer import GenerationOutput

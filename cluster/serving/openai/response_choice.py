@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from cluster.serving.http.errors import rejection_body
+from cluster.serving.http.endpoint import rejection_body
 from cluster.serving.text.text_stream import IncrementalDetokenizer, SequenceOutput, TokenBytes
 from cluster.serving.tools.turns import Turn
 from pagedray.errors import EngineError
@@ -20,7 +20,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.intake import OutputBuffer
     from pagedray.batch import PromptLogprobs, PromptToken
     from pagedray.errors import PagedRayError

@@ -18,13 +18,16 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
 from cluster.serving.ray_serve.proxied_call import TIMEOUT_KEY, ProxiedMessage
-from cluster.serving.rpc.call import RpcCall, metadata_of
-from cluster.serving.rpc.entry import enter_call, log_rejection
-from cluster.serving.rpc.health import UNKNOWN_SERVICE, service_of
-from cluster.serving.rpc.methods import python_name
+from cluster.serving.rpc.call import DETAILS_KEY, RpcCall, code_of, metadata_of, status_of
+from cluster.serving.rpc.methods import (
+    UNKNOWN_SERVICE,
+    enter_call,
+    log_rejection,
+    python_name,
+    service_of,
+)
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
-from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 

@@ -32,9 +32,8 @@ from cluster.serving.ray_serve.proxied_call import (
     ProxiedMessage,
 )
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
-from cluster.serving.rpc.call import AUTHORIZATION, Context, abort_call
+from cluster.serving.rpc.call import AUTHORIZATION, DETAILS_KEY, Context, abort_call
 from cluster.serving.rpc.requests import check_fields, check_message_size
-from cluster.serving.rpc.status import DETAILS_KEY
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import MAX_N
 from pagedray.v1 import pagedray_pb2 as pb

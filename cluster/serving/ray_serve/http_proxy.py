@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 
 from cluster.serving.anthropic.endpoints import anthropic_error
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
-from cluster.serving.http.errors import rejection_body
+from cluster.serving.http.endpoint import rejection_body
 from cluster.serving.http.http_call import declared_length
 from cluster.serving.intake import MAX_REQUEST_BYTES
 from cluster.serving.openai.response_choice import DONE_EVENT, error_event

@@ -35,7 +35,7 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.http.http_call import HttpCall
     from cluster.serving.responses.input_body import InputBody
     from cluster.serving.responses.stored_responses import ResponseStore

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from starlette.datastructures import QueryParams
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
 
 __all__ = [
     "INCLUDE",

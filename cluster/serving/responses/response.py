@@ -15,7 +15,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cluster.serving.http.errors import Json
+    from cluster.serving.http.endpoint import Json
     from cluster.serving.responses.responses_body import Echo
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.text_stream import SequenceOutput

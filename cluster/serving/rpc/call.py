@@ -1,28 +1,61 @@
-"""The context, metadata, deadline and origin of a gRPC call, and its end with an error."""
+"""The context, metadata, deadline and origin of a gRPC call, and errors as gRPC sends them."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
+from google.protobuf import any_pb2
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from cluster.serving.continuation import Continuation
 from cluster.serving.inputs import CallOrigin, Frontend
 from cluster.serving.open_calls import OpenCall
-from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
+from pagedray.errors import (
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    PagedRayError,
+    UnknownModelError,
+)
+from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["AUTHORIZATION", "Context", "RpcCall", "abort_call", "drop_frames", "metadata_of"]
+    from google.protobuf.message import Message
+
+__all__ = [
+    "AUTHORIZATION",
+    "DETAILS_KEY",
+    "Context",
+    "RpcCall",
+    "abort_call",
+    "code_of",
+    "drop_frames",
+    "field_of",
+    "metadata_of",
+    "status_of",
+]
+
+logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 """The metadata key of the API key."""
-
 # grpc's own stubs leave the context's message types open.
 Context = grpc.aio.ServicerContext[Any, Any]
+
+DOMAIN = "pagedray"
+"""The domain of the reasons in google.rpc.ErrorInfo."""
+DETAILS_KEY = "grpc-status-details-bin"
+"""The trailing metadata that holds a serialized status."""
+_SAMPLING_FIELDS = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def _never(callback: Callable[[], None]) -> None:
@@ -94,3 +127,59 @@ def drop_frames(error: BaseException) -> None:
     while waiting is not None:
         waiting.__traceback__ = None
         waiting = waiting.__context__
+
+
+def status_of(error: Exception) -> Status:
+    """Return the status of an error; a defect is logged, and its client gets no details of it."""
+    if not isinstance(error, PagedRayError):
+        logger.error("A gRPC call failed.", exc_info=error)
+        error = InternalError()
+    field = field_of(error)
+    details: list[Message] = [
+        ErrorInfo(
+            reason=error.grpc_reason, domain=DOMAIN, metadata={"field": field} if field else {}
+        )
+    ]
+    if field and error.grpc_status == "INVALID_ARGUMENT":
+        details.append(
+            BadRequest(
+                field_violations=[BadRequest.FieldViolation(field=field, description=str(error))]
+            )
+        )
+    retry_s = _retry_s_of(error)
+    if retry_s is not None:
+        retry = RetryInfo()
+        retry.retry_delay.FromMilliseconds(math.ceil(retry_s * 1000))
+        details.append(retry)
+    return _status(error.grpc_status, str(error), details)
+
+
+def code_of(status: Status) -> grpc.StatusCode:
+    """Return the gRPC library's code of a status."""
+    return _CODES[status.code]
+
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _status(name: str, text: str, details: list[Message]) -> Status:
+    status = Status(code=grpc.StatusCode[name].value[0], message=text)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def field_of(error: PagedRayError) -> str | None:
+    """Return the field of the message that an error is about, if any."""
+    if not isinstance(error, InvalidRequestError | UnknownModelError):
+        return None
+    # The servicer knows no messages and gives a sampling parameter its bare name.
+    if error.param in _SAMPLING_FIELDS:
+        return f"sampling.{error.param}"
+    return error.param
+
+
+def _retry_s_of(error: PagedRayError) -> float | None:
+    return error.retry_after_s if isinstance(error, OverloadedError | EngineError) else None

@@ -13,38 +13,55 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
 
 from cluster.serving.auth import ANONYMOUS
+from cluster.serving.inputs import Arrival
 from cluster.serving.rpc.call import (
     AUTHORIZATION,
     Context,
     RpcCall,
     abort_call,
     drop_frames,
+    field_of,
     metadata_of,
 )
-from cluster.serving.rpc.entry import enter_call, log_rejection
 from cluster.serving.rpc.requests import max_received_bytes, parse
-from cluster.serving.rpc.service import SERVICE, GrpcService
+from cluster.serving.rpc.service import COUNTED, OPERATIONS, SERVICE, GrpcService
 from pagedray.errors import (
     AuthenticationError,
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
+    PagedRayError,
     StalledReaderError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 
+    from cluster.serving.auth import Tenant
+    from cluster.serving.inputs import Frontend
     from cluster.serving.intake import IncomingMessage
+    from cluster.serving.open_calls import OpenCall
     from cluster.serving.servicer import Servicer
 
     _Answer = Callable[[Context], Coroutine[None, None, None]]
 
-__all__ = ["MessageReader", "method_handlers", "python_name"]
+__all__ = [
+    "HEALTH",
+    "UNKNOWN_SERVICE",
+    "EntryInterceptor",
+    "Health",
+    "MessageReader",
+    "enter_call",
+    "log_rejection",
+    "method_handlers",
+    "python_name",
+    "service_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +73,14 @@ _WINDOW_BYTES = 2**16
 _MAX_UNCOUNTED = 256
 """Messages that may wait although their received bytes exceed the limit."""
 Incoming = TypeVar("Incoming", bound=Message)
+
+HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+UNKNOWN_SERVICE = "Unknown service."
+_Status = health_pb2.HealthCheckResponse.ServingStatus
+_MAX_REQUEST_BYTES = 256
+_READ_TIMEOUT_S = 5.0
+_MAX_WATCHES = 512
+"""Open Watch calls. Check calls are answered at once, so they are not limited."""
 
 
 def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
@@ -256,3 +281,194 @@ class MessageReader(Generic[Incoming]):
             if self._intake.reception.num_waiting >= _MAX_UNCOUNTED:
                 raise
         await incoming.wait_room(self._most_bytes - incoming.num_bytes)
+
+
+class Health:
+    """The serving status of some services, for Check and Watch."""
+
+    def __init__(self, services: Iterable[str], *, read_timeout_s: float = _READ_TIMEOUT_S) -> None:
+        """Services start as NOT_SERVING. The empty name is the whole server.
+
+        `read_timeout_s` limits how long a call's message may take to arrive.
+        """
+        self._read_timeout_s = read_timeout_s
+        self._is_serving = dict.fromkeys(("", *services), False)
+        self._changed = asyncio.Condition()
+        self._num_watches = 0
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Set the status of all services and notify Watch calls."""
+        async with self._changed:
+            self._is_serving = dict.fromkeys(self._is_serving, is_serving)
+            self._changed.notify_all()
+
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """Return the handlers of Check and Watch."""
+        # Streaming handlers are called before a message has arrived.
+        make = grpc.stream_stream_rpc_method_handler
+        methods = {
+            "Check": make(self._reading(self._check)),
+            "Watch": make(self._reading(self._watch)),
+        }
+        return grpc.method_handlers_generic_handler(HEALTH, methods)
+
+    def _reading(
+        self, answer: Callable[[str, Context], Awaitable[None]]
+    ) -> Callable[[object, Context], Awaitable[None]]:
+        async def handle(_requests: object, context: Context) -> None:
+            await answer(await self._read_service(context), context)
+
+        return handle
+
+    async def _read_service(self, context: Context) -> str:
+        """Return the name of the requested service. Aborts the call if none arrives in time."""
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                body = await context.read()
+        except TimeoutError:
+            text = f"The request message did not arrive within {self._read_timeout_s:g} s."
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        try:
+            return service_of(body)
+        except InvalidRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _check(self, service: str, context: Context) -> None:
+        if service not in self._is_serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, UNKNOWN_SERVICE)
+        await context.write(self._answer(service))
+
+    async def _watch(self, service: str, context: Context) -> None:
+        if self._num_watches >= _MAX_WATCHES:
+            text = f"The server may have at most {_MAX_WATCHES} open Watch calls."
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        self._num_watches += 1
+        try:
+            await self._send_changes(service, context)
+        finally:
+            self._num_watches -= 1
+
+    async def _send_changes(self, service: str, context: Context) -> None:
+        sent = b""
+        while True:
+            if (answer := self._answer(service)) != sent:
+                await context.write(answer)
+                sent = answer
+                continue
+            async with self._changed:
+                if self._answer(service) == sent:
+                    await self._changed.wait()
+
+    def _answer(self, service: str) -> bytes:
+        status = _Status.SERVICE_UNKNOWN
+        if service in self._is_serving:
+            status = _Status.SERVING if self._is_serving[service] else _Status.NOT_SERVING
+        answer: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+        return answer
+
+
+def service_of(body: object) -> str:
+    """Return the name of the service in a message. Raises InvalidRequestError."""
+    if not isinstance(body, bytes) or len(body) > _MAX_REQUEST_BYTES:
+        raise InvalidRequestError(
+            f"Expected a HealthCheckRequest of at most {_MAX_REQUEST_BYTES} bytes."
+        )
+    try:
+        service: str = health_pb2.HealthCheckRequest.FromString(body).service
+    except DecodeError as error:
+        raise InvalidRequestError("The message is not a valid HealthCheckRequest.") from error
+    return service
+
+
+_OPEN_PREFIX = f"/{HEALTH}/"
+
+
+# Their handlers admit calls themselves.
+_OPEN_METHODS = frozenset(f"/{SERVICE.full_name}/{method.name}" for method in SERVICE.methods)
+
+
+# The class is generic only in grpc's stubs.
+class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see above
+    """Rejects calls without a valid key to methods that do not check it themselves.
+
+    These are reflection, and methods that do not exist.
+    """
+
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the method's handler, or a handler that rejects the call."""
+        method = handler_call_details.method
+        if not (method in _OPEN_METHODS or method.startswith(_OPEN_PREFIX)):
+            metadata = metadata_of(handler_call_details.invocation_metadata)
+            try:
+                with self._servicer.metrics.counting_rejections("grpc"):
+                    self._servicer.authenticate(metadata.get(AUTHORIZATION))
+            except PagedRayError as error:
+                log_rejection(self._servicer, method, error)
+                return _rejection(error)
+        return await continuation(handler_call_details)
+
+
+def enter_call(
+    servicer: Servicer,
+    metadata: Mapping[str, str],
+    method: str,
+    *,
+    frontend: Frontend = "grpc",
+    is_continued: bool = False,
+) -> tuple[Tenant, OpenCall | None]:
+    """Return the tenant of a call, and the call in the tenant's limits if it counts.
+
+    Raises AuthenticationError, or OverloadedError if the tenant or the server has no room for it.
+    """
+    with servicer.metrics.counting_rejections(frontend):
+        tenant = servicer.authenticate(metadata.get(AUTHORIZATION))
+    if method not in COUNTED:
+        return tenant, None
+    operation = OPERATIONS.get(method)
+    try:
+        entered = servicer.enter_call(
+            tenant, uses_engine=operation is not None, is_continued=is_continued
+        )
+    except OverloadedError as error:
+        arrival = None
+        if operation is not None:
+            origin = RpcCall(frontend=frontend, metadata=metadata).origin
+            arrival = Arrival(operation=operation, tenant=tenant.name, origin=origin)
+        servicer.note_rejected(error, arrival, frontend)
+        raise
+    return tenant, entered
+
+
+def log_rejection(
+    servicer: Servicer, method: str, error: Exception, *, frontend: Frontend = "grpc"
+) -> None:
+    """Log a call that is rejected; `method` is the path, or the name of one of our methods."""
+    # gRPC's own errors, and defects, are logged elsewhere.
+    if not isinstance(error, PagedRayError):
+        return
+    path = method if method.startswith("/") else f"/{SERVICE.full_name}/{method}"
+    servicer.rejected_calls.note(
+        frontend,
+        status=error.grpc_status,
+        method=path.rpartition("/")[2],
+        path=path,
+        param=field_of(error),
+        error=str(error),
+    )
+
+
+def _rejection(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:
+    async def handle(_requests: object, context: Context) -> None:
+        await abort_call(context, error)
+
+    # A streaming handler is called before any message is read.
+    return grpc.stream_stream_rpc_method_handler(handle)

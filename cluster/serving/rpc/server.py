@@ -8,9 +8,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.serving.listener import ConnectionLimits, listen, url_host
-from cluster.serving.rpc.entry import EntryInterceptor
-from cluster.serving.rpc.health import HEALTH, Health
-from cluster.serving.rpc.methods import method_handlers
+from cluster.serving.rpc.methods import HEALTH, EntryInterceptor, Health, method_handlers
 from cluster.serving.rpc.requests import max_received_bytes
 from cluster.serving.rpc.service import SERVICE
 

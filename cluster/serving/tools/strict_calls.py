@@ -25,7 +25,7 @@ from cluster.serving.tools.json_calls import (
     LLAMA_BEGIN,
     MISTRAL_BEGIN,
 )
-from cluster.serving.tools.python_calls import PYTHON_MARKS
+from cluster.serving.tools.tool_calls import PYTHON_MARKS
 from cluster.structured.grammar.call_arguments import (
     CallsStructure,
     CallText,

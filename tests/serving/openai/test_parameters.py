@@ -20,7 +20,6 @@ from openai.types.responses import response_create_params, response_input_item_p
 from cluster.serving.json_body import Body, OpenPart
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
 from cluster.serving.openai.bodies.generation_body import StreamOptions
 from cluster.serving.openai.bodies.messages import (
     Function,
@@ -31,6 +30,7 @@ from cluster.serving.openai.bodies.messages import (
     ToolObject,
 )
 from cluster.serving.openai.bodies.sampling_fields import IGNORED
+from cluster.serving.openai.bodies.score_body import EmbeddingBody
 from cluster.serving.responses.input_body import Reasoning, TextConfig, TextFormat
 from cluster.serving.responses.items import ITEMS, FunctionTool, NamespaceTool
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody

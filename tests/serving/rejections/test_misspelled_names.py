@@ -10,12 +10,12 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.conversation_body import CountBody, MessagesBody
 from cluster.serving.http.app import ABSENT
 from cluster.serving.http_app import build_http_app
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
+from cluster.serving.openai.bodies.score_body import EmbeddingBody
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.serving.auth import Authenticator, digest_of, new_key
-from cluster.serving.rpc.health import HEALTH, Health
+from cluster.serving.rpc.methods import HEALTH, Health
 from cluster.serving.tls import CertificateStore, TlsFiles
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.certificates import Authority, Issued

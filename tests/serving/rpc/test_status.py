@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cluster.serving.auth import ANONYMOUS
 from cluster.serving.inputs import CallOptions
 from cluster.serving.intake import IntakeLimits, RequestSize
+from cluster.serving.rpc.call import code_of, status_of
 from cluster.serving.rpc.requests import check_fields
-from cluster.serving.rpc.status import code_of, status_of
 from pagedray import errors
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb

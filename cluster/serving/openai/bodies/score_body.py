@@ -1,19 +1,24 @@
-"""The bodies of POST /rerank, in the format of Jina and Cohere, and of POST /score, in vLLM's."""
+"""The bodies of POST /v1/embeddings, /score and /rerank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
 from cluster.serving.embedding_validator import MAX_PAIRS
-from cluster.serving.inputs import ScoreInput
+from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.json_body import Body, BodyPart, Defaults, named_schema, read_part
-from cluster.serving.openai.bodies.sampling_fields import bounds, model_field
+from cluster.serving.openai.bodies.sampling_fields import (
+    IGNORED,
+    bounds,
+    model_field,
+    prompts_field,
+)
 from pagedray.errors import InvalidRequestError
 
-__all__ = ["DocumentObject", "RerankBody", "ScoreBody"]
+__all__ = ["DocumentObject", "EmbeddingBody", "RerankBody", "ScoreBody"]
 
 _TEXT: dict[str, JsonValue] = {"type": "string", "minLength": 1}
 _TEXTS: dict[str, JsonValue] = {
@@ -23,6 +28,8 @@ _TEXTS: dict[str, JsonValue] = {
     "maxItems": MAX_PAIRS,
 }
 _DEFAULTS: Defaults = {"priority": (0,), "truncate_prompt_tokens": ()}
+
+MAX_INPUTS = 2048
 
 
 def _instruction() -> Any:  # Any: as pydantic declares a field
@@ -119,6 +126,8 @@ class ScoreBody(Body):
 
 
 _ENTRIES_AT_ONCE = 256
+
+
 """Entries checked between two turns of the event loop."""
 
 
@@ -150,3 +159,75 @@ def _checked(given: object, name: str) -> str:
     if isinstance(given, str) and given:
         return given
     raise InvalidRequestError(f"{name} must be a non-empty string.", param=name)
+
+
+class EmbeddingBody(Body):
+    """Texts to embed."""
+
+    ids_field: ClassVar[str | None] = "input"
+    defaults: ClassVar[Defaults] = {"add_special_tokens": (True,), "priority": (0,)}
+    ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
+    synonyms: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "texts": "input"}
+
+    model: str | None = model_field()
+    input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="`base64` encodes little-endian 32-bit floats."
+    )
+    dimensions: int | None = bounds("Number of leading dimensions of the embeddings to return.", 1)
+    prompt_name: str | None = Field(
+        None, description="The name of one of the model's prompts, which is prepended to texts."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Keep only this many tokens of each text, including the special tokens around "
+        "it; -1 keeps as many as the model takes.",
+        json_schema_extra={"minimum": -1},
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "right",
+        description="Where truncate_prompt_tokens removes tokens: `left` keeps the end of the "
+        "text.",
+    )
+
+    def to_input(self) -> EmbeddingInput:
+        """Return the input of the call. Raises InvalidRequestError."""
+        prompts = _prompts_of(self.input)
+        return EmbeddingInput(
+            param="input",
+            prompts=prompts,
+            prompt_name=self.prompt_name,
+            dimensions=self.dimensions,
+            max_prompt_tokens=self.truncate_prompt_tokens,
+            truncates_end=self.truncation_side == "right",
+            model=self.model,
+        )
+
+
+def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(given, str) and given:
+        return (given,)
+    if isinstance(given, list) and given:
+        # Python loops over the entries would take long.
+        kinds = set(map(type, given))
+        if kinds == {int}:
+            return (tuple(given),)
+        if len(given) > MAX_INPUTS:
+            raise InvalidRequestError(
+                f"input may have at most {MAX_INPUTS} entries, not {len(given)}.", param="input"
+            )
+        if kinds == {str} and all(given):
+            return tuple(given)
+        if kinds == {list}:
+            texts: list[tuple[int, ...]] = []
+            for entry in given:
+                if not set(map(type, entry)) <= {int}:
+                    break
+                texts.append(tuple(entry))
+            else:
+                return tuple(texts)
+    raise InvalidRequestError(
+        "input must be a string, a list of strings, a list of token ids or a list of such lists; "
+        "none of them may be empty.",
+        param="input",
+    )

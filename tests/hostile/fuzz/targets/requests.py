@@ -13,8 +13,7 @@ from google.protobuf import message as protobuf
 from uvicorn.server import ServerState
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
-from cluster.serving.anthropic.conversation_body import ModelSupport
-from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.conversation_body import CountBody, MessagesBody, ModelSupport
 from cluster.serving.auth import Tenant
 from cluster.serving.http.request_checks import MAX_HEAD_BYTES
 from cluster.serving.http.server import ConnectionOptions, connection_kind
@@ -22,8 +21,7 @@ from cluster.serving.intake import LARGEST
 from cluster.serving.json_body import Body, read_body, read_json
 from cluster.serving.openai.bodies.chat_body import ChatBody
 from cluster.serving.openai.bodies.completion_body import CompletionBody
-from cluster.serving.openai.bodies.embedding_body import EmbeddingBody
-from cluster.serving.openai.bodies.score_body import RerankBody, ScoreBody
+from cluster.serving.openai.bodies.score_body import EmbeddingBody, RerankBody, ScoreBody
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
 from cluster.serving.responses.items import FunctionTools
 from cluster.serving.responses.responses_body import InputTokensBody, ResponsesBody
