@@ -282,10 +282,10 @@ def steps_of_shared_prefixes(draw: st.DrawFn) -> list[list[Row]]:
 
 @given(steps=steps_of_shared_prefixes(), min_blocks=st.integers(1, 8), max_rows=st.integers(2, 5))
 def test_kept_sets_are_those_of_a_search_whatever_changes(
-    steps_of_shared_prefixes: list[list[Row]], min_blocks: int, max_rows: int
+    steps: list[list[Row]], min_blocks: int, max_rows: int
 ) -> None:
     prefixes = CachedPrefixes(min_blocks=min_blocks, max_rows=max_rows)
-    for rows in steps_of_shared_prefixes:
+    for rows in steps:
         found = prefixes.find(*arrays(rows))
         assert as_sets(found) == plain_sets(rows, min_blocks, max_rows)
 
@@ -294,7 +294,7 @@ def test_kept_sets_are_those_of_a_search_whatever_changes(
     steps=steps_of_shared_prefixes(), rows_per_item=st.integers(1, 5), num_slots=st.integers(1, 30)
 )
 def test_schedule_with_kept_sets_is_the_one_without(
-    steps_of_shared_prefixes: list[list[Row]], rows_per_item: int, num_slots: int
+    steps: list[list[Row]], rows_per_item: int, num_slots: int
 ) -> None:
     division = DecodeDivision(
         block_size=4,
@@ -303,7 +303,7 @@ def test_schedule_with_kept_sets_is_the_one_without(
         costs=SplitCosts(num_slots=num_slots, num_saturating=num_slots / 2),
     )
     prefixes = division.cached_prefixes()
-    for rows in filter(None, steps_of_shared_prefixes):
+    for rows in filter(None, steps):
         tables, num_blocks = arrays(rows)
         lens = 4 * num_blocks + 1
         items = division.items(lens, tables, prefixes)
