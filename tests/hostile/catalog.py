@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from tests.hostile.connection_attacks import CONNECTION_ATTACKS
 from tests.hostile.http2_attacks import HTTP2_ATTACKS
-from tests.hostile.probing_attacks import PROBING_ATTACKS
 from tests.hostile.request_attacks import REQUEST_ATTACKS
 
 if TYPE_CHECKING:
@@ -17,6 +16,5 @@ __all__ = ["ATTACKS"]
 ATTACKS: dict[str, Attack] = {
     **CONNECTION_ATTACKS,
     **HTTP2_ATTACKS,
-    **PROBING_ATTACKS,
     **REQUEST_ATTACKS,
 }

@@ -4,11 +4,144 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from typing import Any
 
 from pagedray.v1 import pagedray_pb2 as pb
+from tests.hostile.attack import Attack, Findings, Target
 from tests.hostile.floods import CallFlood, HttpFlood, PostFlood, post_request
 
 __all__ = ["REQUEST_ATTACKS"]
+
+_TIMEOUT_S = 60.0
+
+
+def _asked(
+    connection: HTTPConnection, key: str | None, path: str, body: str
+) -> tuple[int, dict[str, Any]]:  # Any: JSON
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    connection.request("POST", path, body, headers)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+_DEEP = '{"a":' * 150 + "1" + "}" * 150
+_VARIABLES = (
+    '{"messages":[{"role":"system","content":"y"}]}',
+    '{"tools":[]}',
+    '{"add_generation_prompt":false}',
+    '{"bos_token":"y"}',
+    '{"eos_token":"y"}',
+    '{"raise_exception":"y"}',
+    '{"namespace":"y","range":"y","loop":"y","self":"y"}',
+    '{"__class__":"y"}',
+    f'{{"enable_thinking":{_DEEP}}}',
+    json.dumps({"enable_thinking": [0] * 8000}),
+    json.dumps({"enable_thinking": [[None] * 8000] * 8}),
+    json.dumps({f"name{number}": "y" * 1000 for number in range(60)}),
+    json.dumps({"enable_thinking": "y" * 1_000_000}),
+)
+"""Variables as JSON that are large, deep, or named as the template's own."""
+
+
+class _TemplateVariables(Attack):
+    """None of them may change what the model reads; the bundled model's template reads none."""
+
+    def run(self, target: Target, seconds: float) -> Findings:
+        """Compare the prompt of each conversation with that without variables."""
+        end_s = time.monotonic() + seconds
+        num_sent, broken = 0, set()
+        with closing(HTTPConnection("127.0.0.1", target.http_port, timeout=_TIMEOUT_S)) as server:
+
+            def prompt(variables: str) -> tuple[int, object]:
+                body = (
+                    '{"model":"tiny-llama","messages":[{"role":"user","content":"x"}],'
+                    f'"max_tokens":1,"return_token_ids":true,"chat_template_kwargs":{variables}}}'
+                )
+                status, answer = _asked(server, target.key, "/v1/chat/completions", body)
+                return status, answer.get("prompt_token_ids")
+
+            expected = prompt("null")
+            while num_sent < len(_VARIABLES) or time.monotonic() < end_s:
+                variables = _VARIABLES[num_sent % len(_VARIABLES)]
+                num_sent += 1
+                found = prompt(variables)
+                if found[0] != 400 and found != expected:
+                    broken.add(f"with {variables:.60} it was answered with {found}")
+        return Findings(figures={"requests": num_sent}, broken=tuple(sorted(broken)))
+
+
+_GRAMMAR = """
+root ::= (a | b)*
+a ::= ("x" | "xx" | "xxx")*
+b ::= ("x" a | a "x")*
+"""
+_ANSWER_S = 180.0
+_SHORT_S = 3.0
+"""How long a short run waits for an answer."""
+
+
+class _CostlyGrammar(Attack):
+    """Completions that follow a grammar with more derivations of a text at each token."""
+
+    def run(self, target: Target, seconds: float) -> Findings:
+        """Generate with it repeatedly; each answer must give the reason for the rejection."""
+        end_s = time.monotonic() + seconds
+        num_sent, broken = 0, set()
+        # The masks have only what others leave of the server's core.
+        timeout_s = _ANSWER_S if seconds >= self.full_s else _SHORT_S
+        sampling = {"guided_grammar": _GRAMMAR, "max_tokens": 900, "ignore_eos": True}
+        body = json.dumps({"model": "tiny-llama", "prompt": "x", **sampling})
+        connection = HTTPConnection("127.0.0.1", target.http_port, timeout=timeout_s)
+        while not num_sent or time.monotonic() < end_s:
+            num_sent += 1
+            try:
+                status, answer = _asked(connection, target.key, "/v1/completions", body)
+            except TimeoutError:
+                if timeout_s == _ANSWER_S:
+                    broken.add(f"it was not answered within {timeout_s} s")
+                break
+            if status != 400 or "cannot follow its structure" not in str(answer):
+                broken.add(f"it was answered with {status}: {answer!s:.200}")
+        connection.close()
+        return Findings(figures={"requests": num_sent}, broken=tuple(broken))
+
+
+class _CancelledCalls(Attack):
+    """Each call costs its client 300 bytes, and the server 128 sequences."""
+
+    def run(self, target: Target, seconds: float) -> Findings:
+        """Send and leave on several connections."""
+        body = {"model": "tiny-llama", "prompt": "x" * 200, "n": 128, "max_tokens": 500}
+        request = post_request("/v1/completions", {**body, "stream": True}, target.key)
+        end_s = time.monotonic() + seconds
+
+        def send_until_end() -> int:
+            num_sent = 0
+            while time.monotonic() < end_s:
+                with socket.create_connection(("127.0.0.1", target.http_port), 30.0) as connection:
+                    connection.sendall(request)
+                    connection.settimeout(0.02)
+                    with suppress(OSError):
+                        connection.recv(2**10)
+                num_sent += 1
+            return num_sent
+
+        with ThreadPoolExecutor(16) as threads:
+            runs = [threads.submit(send_until_end) for _ in range(16)]
+            return Findings(figures={"calls": sum(one.result() for one in runs)})
+
+
+_COSTLY_CALLS: dict[str, Attack] = {
+    "cancelled_calls": _CancelledCalls(name="cancelled calls of 128 sequences"),
+    "costly_grammar": _CostlyGrammar(name="a grammar with costly masks"),
+    "template_variables": _TemplateVariables(name="variables of the template"),
+}
+
 
 _CHAT = "/v1/chat/completions"
 _SERVED = frozenset(("200", "429"))
@@ -155,7 +288,8 @@ def _valid_stream(key: str | None) -> bytes:
     return post_request("/v1/completions", {**body, "ignore_eos": True, "stream": True}, key)
 
 
-REQUEST_ATTACKS = {
+REQUEST_ATTACKS: dict[str, Attack] = {
+    **_COSTLY_CALLS,
     # Blocks of the prompts are cached and never found again, so that they push others out.
     "cache_salts": PostFlood(
         name="a cache salt for each prompt",

@@ -31,7 +31,6 @@ _SLOW = (
     "continuation_flood",
     "costly_grammar",
     "counted_tools",
-    "dns_rebinding",
     "echoed_tools",
     "empty_messages",
     "escaped_text",
