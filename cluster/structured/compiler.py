@@ -105,7 +105,7 @@ class StructureCompiler:
     def warm_up(self) -> None:
         """Start the compiler process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit_task("", self._start, size=0)
+            self._threads.submit_task("", self._start)
 
     async def compile(self, structure: Structure | None, *, tenant: str = "") -> CompiledGrammar:
         """Return a structure's grammar, which is cached for its tenant.
@@ -157,7 +157,6 @@ class StructureCompiler:
             running = self._threads.submit_task(
                 tenant,
                 lambda: self._compile(tenant, structure),
-                size=0 if structure is None else len(structure.text),
             )
             self._running[key] = running
         # Outside of the lock, as the callback runs at once if the task has ended.

@@ -1,7 +1,7 @@
 """A thread pool that tenants share fairly."""
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -14,31 +14,6 @@ __all__ = ["FairThreadPool"]
 Result = TypeVar("Result")
 # Any: tasks of any result.
 _Task = tuple[Future[Any], Callable[[], Any]]
-
-
-class _Queue:
-    """The waiting tasks of one tenant."""
-
-    def __init__(self) -> None:
-        self._tasks: list[tuple[int, _Task]] = []
-        self._takes_oldest = False
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def add(self, task: _Task, size: int) -> None:
-        self._tasks.append((size, task))
-
-    def take(self) -> _Task:
-        """Remove and return the smallest task, or every second time the oldest task.
-
-        Small tasks do not wait for all large tasks, and large tasks do not wait forever.
-        """
-        sizes = [size for size, _ in self._tasks]
-        at = 0 if self._takes_oldest else sizes.index(min(sizes))
-        self._takes_oldest = not self._takes_oldest
-        _, task = self._tasks.pop(at)
-        return task
 
 
 class FairThreadPool:
@@ -61,15 +36,15 @@ class FairThreadPool:
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         # In the order of turns.
-        self._waiting: dict[str, _Queue] = {}
+        self._waiting: dict[str, deque[_Task]] = {}
         # A future is completed by the thread that removes it from this set.
         self._open: set[Future[Any]] = set()  # Any: of any result
         self._is_closed = False
 
-    def submit_task(self, tenant: str, task: Callable[[], Result], *, size: int) -> Future[Result]:
+    def submit_task(self, tenant: str, task: Callable[[], Result]) -> Future[Result]:
         """Run a task of a tenant; the future cannot be cancelled.
 
-        The tenant's smaller tasks may run first. Raises OverloadedError or ShuttingDownError.
+        Raises OverloadedError or ShuttingDownError.
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
@@ -78,7 +53,7 @@ class FairThreadPool:
                 raise ShuttingDownError
             self._check_room(tenant)
             self._open.add(future)
-            self._waiting.setdefault(tenant, _Queue()).add((future, task), size)
+            self._waiting.setdefault(tenant, deque()).append((future, task))
             self._start_tasks()
         return future
 
@@ -121,7 +96,7 @@ class FairThreadPool:
                 return
             tenant = min(allowed, key=self._running.__getitem__)
             queue = self._waiting.pop(tenant)
-            future, task = queue.take()
+            future, task = queue.popleft()
             if queue:
                 # The tenant's next turn comes after the others'.
                 self._waiting[tenant] = queue

@@ -29,10 +29,10 @@ class Tasks:
         self.begun: list[str] = []
         self._gates: dict[str, threading.Event] = {}
 
-    def submit(self, tenant: str, *names: str, size: int = 1) -> list[Future[str]]:
-        return [self._submit(tenant, name, size) for name in names]
+    def submit(self, tenant: str, *names: str) -> list[Future[str]]:
+        return [self._submit(tenant, name) for name in names]
 
-    def _submit(self, tenant: str, name: str, size: int) -> Future[str]:
+    def _submit(self, tenant: str, name: str) -> Future[str]:
         gate = self._gates[name] = threading.Event()
 
         def task() -> str:
@@ -40,10 +40,7 @@ class Tasks:
             assert gate.wait(TIMEOUT_S)
             return name
 
-        return self.threads.submit_task(tenant, task, size=size)
-
-    def wait_until_begun(self, num_tasks: int) -> None:
-        wait_for(lambda: len(self.begun) == num_tasks)
+        return self.threads.submit_task(tenant, task)
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -82,16 +79,6 @@ def test_a_free_thread_goes_to_the_tenant_with_the_fewest(tasks: Tasks) -> None:
     assert set(tasks.begun[4:]) == {"a2", "b1"}
 
 
-def test_small_and_old_tasks_of_a_tenant_run_in_turn(tasks: Tasks) -> None:
-    tasks.submit("ann", "a0", "a1", "a2", "a3", size=9)
-    tasks.submit("ann", "a4", "a5", size=2)
-    for place in range(4):
-        tasks.wait_until_begun(place + 2)
-        tasks.end(tasks.begun[place])
-    tasks.wait_until_begun(6)
-    assert tasks.begun[2:] == ["a4", "a2", "a5", "a3"]
-
-
 def test_all_tenants_together_are_limited_as_well(tasks: Tasks) -> None:
     tasks.submit("ann", *(f"a{i}" for i in range(5)))
     tasks.submit("ben", *(f"b{i}" for i in range(4)))
@@ -103,7 +90,7 @@ def test_a_task_that_fails_reports_its_error_and_frees_its_thread(tasks: Tasks) 
     def fail() -> None:
         raise ValueError("no")
 
-    failed = [tasks.threads.submit_task("ann", fail, size=1) for _ in range(6)]
+    failed = [tasks.threads.submit_task("ann", fail) for _ in range(6)]
     wait(failed, TIMEOUT_S)
     assert all(isinstance(one.exception(0.0), ValueError) for one in failed)
     (next_one,) = tasks.submit("ann", "a")

@@ -109,7 +109,7 @@ class RequestTemplates:
     def warm_up(self) -> None:
         """Start the process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit_task("", self._start, size=0)
+            self._threads.submit_task("", self._start)
 
     async def run(
         self, source: str, tenant: str, render: Callable[[Callable[[ChatPrompt], str]], Result]
@@ -125,7 +125,7 @@ class RequestTemplates:
             )
         by_source = functools.partial(self._process.render, source, self._special_tokens)
         task = functools.partial(render, by_source)
-        return await asyncio.wrap_future(self._threads.submit_task(tenant, task, size=len(source)))
+        return await asyncio.wrap_future(self._threads.submit_task(tenant, task))
 
     def stop_accepting(self) -> None:
         """Render nothing more, and end the calls that wait for a rendering."""
