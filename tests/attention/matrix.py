@@ -8,8 +8,6 @@ against a float64 softmax. An entry is the provider of the kernels and the large
 sequence in any step: the norm of the difference over the norm of the reference.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import re

@@ -4,8 +4,6 @@ Each call of a function in a kernel replaces the functions of the language. For 
 interpreter lists all members of its modules, a thousand names; here it does so once.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

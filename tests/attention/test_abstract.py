@@ -1,7 +1,5 @@
 """The interface of backends: its checks and its default methods."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

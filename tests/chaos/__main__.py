@@ -5,8 +5,6 @@ are injected. Everything that clients see is written to a history, which is then
 accepted request ends once, with the undisturbed text, and the server holds nothing afterwards.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

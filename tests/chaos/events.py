@@ -3,8 +3,6 @@
 Times are seconds since the run began, of one monotonic clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The faults that a run injects; `FAULTS` lists them, each with a row in docs/reliability.md."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -7,8 +7,6 @@ a run finds is a defect. Requests with a structure are used without this check: 
 ignore the structure, so that the second best token that it allows may not be reported.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The checker finds every planted defect, and nothing in histories without one."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

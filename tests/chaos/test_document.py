@@ -1,7 +1,5 @@
 """docs/reliability.md has a row for each fault, and its commands exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Margins against the sampler that the server uses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

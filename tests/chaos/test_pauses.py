@@ -1,7 +1,5 @@
 """Pauses do not continue what another fault has hung."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Clients that resume, against a server whose connection ends behind the last message."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

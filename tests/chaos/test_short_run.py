@@ -1,7 +1,5 @@
 """Short runs of the program against real servers; `make chaos` is the long one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

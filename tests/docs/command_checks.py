@@ -3,8 +3,6 @@
 The words of a command are what a shell passes to the program, which is found in `CHECKS`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The blocks of code that tests do not run, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 

@@ -3,8 +3,6 @@
 Programs and commands run in a folder that looks like a checkout, against one server.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Facts of the documents are true of the code: layers, limits, versions, figures and help."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Pages of the documentation: paths, links, names, spelling and words, and the site."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

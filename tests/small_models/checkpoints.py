@@ -1,7 +1,5 @@
 """Small random checkpoints of every family, made by transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

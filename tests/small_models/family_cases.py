@@ -1,7 +1,5 @@
 """A configuration of each family beyond those of `checkpoints`, for whole engines."""
 
-from __future__ import annotations
-
 import random
 
 from tests.small_models.checkpoints import CASES, Case

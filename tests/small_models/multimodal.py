@@ -1,7 +1,5 @@
 """Configurations of small multimodal models around those of their text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

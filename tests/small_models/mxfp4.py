@@ -1,7 +1,5 @@
 """Turns saved checkpoints of gpt-oss into ones whose experts are in mxfp4, as published."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

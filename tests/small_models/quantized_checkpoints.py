@@ -1,7 +1,5 @@
 """Quantized checkpoints of small random models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

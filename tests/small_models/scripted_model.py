@@ -1,7 +1,5 @@
 """A checkpoint that says given texts: in each turn of a conversation the next one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Engines of tests: small ones in this process, groups of Ray actors and their processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

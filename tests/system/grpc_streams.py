@@ -1,7 +1,5 @@
 """Clients that stream over gRPC from a server in another process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Clients of Ray Serve: streams to their end, and calls that are cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """PagedRay on Ray Serve in a running Ray cluster, with the state that its replicas report."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

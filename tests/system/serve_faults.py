@@ -6,8 +6,6 @@
 Each part prints its results; `--output` adds them to a file with those of other parts.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

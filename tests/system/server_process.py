@@ -1,7 +1,5 @@
 """`pagedray` in a separate process, as a user starts it."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

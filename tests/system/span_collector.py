@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry spans: an OTLP server over HTTP on the loopback."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 import time

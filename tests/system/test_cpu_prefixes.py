@@ -1,7 +1,5 @@
 """A server whose device pool holds one conversation, and whose CPU pool holds them all."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

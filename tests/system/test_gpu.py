@@ -1,7 +1,5 @@
 """The engine on GPUs: transformers' greedy tokens, NCCL, and a model of realistic size."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """Copies between the pools on a GPU: their order, their content, and the tokens beside them."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """A Hub id in place of a folder: the command line, and ranks on Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Faults are here that need no server of their own; others are in `faults/`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import ipaddress

@@ -1,7 +1,5 @@
 """Ray Serve runs the Serve configuration of the CPU demo, whose frontends require a key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import grpc

@@ -1,7 +1,5 @@
 """Startup errors print one line that names the cause, and exit with code 2."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

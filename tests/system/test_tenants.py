@@ -1,7 +1,5 @@
 """Two tenants on one server, over both frontends: keys, reload and drain."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

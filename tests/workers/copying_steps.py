@@ -1,7 +1,5 @@
 """A worker whose steps end at once, and whose block copies end when the test says so."""
 
-from __future__ import annotations
-
 from pagedray.batch import StepMasks, StepOutput, StepPlan
 
 

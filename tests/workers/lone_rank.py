@@ -1,7 +1,5 @@
 """A rank of a group that never communicates."""
 
-from __future__ import annotations
-
 from workers.parallel.group import SoloGroup
 
 

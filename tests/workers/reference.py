@@ -1,7 +1,5 @@
 """Small random checkpoints made by Transformers, and both ways of running them."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from functools import cache

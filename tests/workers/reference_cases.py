@@ -1,7 +1,5 @@
 """Configurations of small random checkpoints whose layers have experts, by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 EXPERT_CASES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """When a rank acknowledges steps whose block copies end later."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A rank that leaves its epoch: which ranks can join another one, and which cannot."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import secrets

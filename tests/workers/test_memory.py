@@ -1,7 +1,5 @@
 """Memory of a rank, the size of its cache and the roofline of its GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The start of a rank: imports, compiled kernels and its log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

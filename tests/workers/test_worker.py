@@ -1,7 +1,5 @@
 """One rank: the attention providers it logs, and the memory it takes and releases."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

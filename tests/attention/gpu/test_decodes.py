@@ -1,7 +1,5 @@
 """Schedules of decodes: what every row reads, bounds, and balance, for random steps."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise

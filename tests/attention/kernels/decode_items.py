@@ -1,7 +1,5 @@
 """Items of decodes for tests, with scratch memory that is full of NaN."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

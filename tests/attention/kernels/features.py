@@ -1,7 +1,5 @@
 """What attention kernels are tested with: masks, scores, sinks and shapes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

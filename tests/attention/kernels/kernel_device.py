@@ -1,7 +1,5 @@
 """The device on which Triton kernels are tested: a GPU, or Triton's interpreter on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

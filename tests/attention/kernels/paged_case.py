@@ -3,8 +3,6 @@
 The same code runs small under Triton's interpreter and large on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels in C are compiled on first use and cached; without a compiler there are none."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

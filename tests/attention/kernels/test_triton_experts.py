@@ -1,7 +1,5 @@
 """The choice of experts and their order, against torch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

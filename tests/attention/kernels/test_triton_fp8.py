@@ -1,7 +1,5 @@
 """Quantization of rows and products with fp8 weights, against torch in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """GEMMs of fp8 rows in small tiles, against torch in float64."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext

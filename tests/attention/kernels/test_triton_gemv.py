@@ -1,7 +1,5 @@
 """Products of one row with weights of every format, against torch in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

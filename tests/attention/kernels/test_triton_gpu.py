@@ -1,7 +1,5 @@
 """The kernels as compiled for a GPU, at sizes that the interpreter would take too long for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Launches of kernels: compilation, specialization and dependent launches."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """GEMMs of many rows that rotate queries and keys, against torch in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Norms, rotations and gates of token rows, against torch in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The all-reduce of a few rows, as one rank runs it, with the data of the others made here."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What every backend promises beyond single steps; each step is also checked by the rig."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

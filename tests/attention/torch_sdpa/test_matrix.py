@@ -1,7 +1,5 @@
 """Every feature of the torch_sdpa backend, alone and together, against the dense reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers without finite logits, steps, output, disk space or descriptors."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import resource

@@ -3,8 +3,6 @@
 `tests/system/test_serve.py` stops a rank of a server that streams.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The frontends on a real local engine in one event loop: cancelled streams leave no task."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

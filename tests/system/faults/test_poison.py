@@ -1,7 +1,5 @@
 """A request that kills its rank whenever it runs ends alone, on Ray and in this process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

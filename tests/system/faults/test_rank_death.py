@@ -1,7 +1,5 @@
 """Requests survive the deaths of ranks, with their prefixes in the CPU pool."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

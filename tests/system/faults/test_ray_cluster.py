@@ -1,7 +1,5 @@
 """A head and a worker of Ray, each a process that Kubernetes would run in a pod."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

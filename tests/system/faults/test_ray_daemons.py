@@ -1,7 +1,5 @@
 """Ray's own processes hang: streams go on, and the server is ready again or exits."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import shutil

@@ -1,7 +1,5 @@
 """Streams of a real server are resumed, also if a rank dies while no client is connected."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

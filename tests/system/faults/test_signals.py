@@ -1,7 +1,5 @@
 """SIGTERM drains a server whose ranks are Ray actors, as the defaults select them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Greedy tokens equal transformers', however the cache and the scheduler treat a sequence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

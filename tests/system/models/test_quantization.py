@@ -1,7 +1,5 @@
 """Greedy tokens of quantized checkpoints equal transformers' with what their weights stand for."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model that reasons before its structure, with real masks and a real engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Decoders that score: Qwen3-Reranker as its model card runs it, and its conversion with a head."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Structured output matches its structure, however sequences are scheduled and batched."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """`AsyncLLM`: results as they grow, and requests that share the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

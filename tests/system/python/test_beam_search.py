@@ -1,7 +1,5 @@
 """Beams equal those of transformers, token for token and score for score."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands such as `pagedray chat`, and programs that end without closing the engine."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """A small random BERT: `LLM.embed` in this process and on Ray actors, and `pagedray serve`."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python API, on the shipped model."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

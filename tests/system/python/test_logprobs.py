@@ -1,7 +1,5 @@
 """Log-probabilities over each API equal those of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

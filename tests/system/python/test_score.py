@@ -1,7 +1,5 @@
 """A small random cross-encoder: `LLM.score`, `/rerank` and `/score` against Transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

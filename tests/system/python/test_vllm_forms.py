@@ -1,7 +1,5 @@
 """Programs written for vLLM's Python API run unchanged, or the error names what to use instead."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re

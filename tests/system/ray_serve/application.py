@@ -1,7 +1,5 @@
 """The application that the tests deploy, and what its replicas log."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray Serve with the application of a config file: two replicas for the tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import grpc

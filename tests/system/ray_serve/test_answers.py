@@ -1,7 +1,5 @@
 """Answers over every frontend of the application, and what they leave behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

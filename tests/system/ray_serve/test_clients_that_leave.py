@@ -1,7 +1,5 @@
 """Clients of the application that cancel, disconnect or stop reading leave nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

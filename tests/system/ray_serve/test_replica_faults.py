@@ -1,7 +1,5 @@
 """Replicas and proxies of the application that end, hang or are replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models on a small Hub: what is downloaded, what the cache answers, and each fault's one line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

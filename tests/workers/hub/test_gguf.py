@@ -1,7 +1,5 @@
 """GGUF files are read as the models that llama.cpp made them of."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

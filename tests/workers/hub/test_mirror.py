@@ -1,7 +1,5 @@
 """A model is downloaded from S3 once and whole, whatever the server does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A layer of experts against its plain definition in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers against their plain definitions."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import shutil

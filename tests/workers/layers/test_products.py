@@ -1,7 +1,5 @@
 """Linear layers: their kernels, split products and MLPs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Reads the shape of a BART model from `config.json`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

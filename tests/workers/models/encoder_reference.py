@@ -1,7 +1,5 @@
 """Small random encoders made by Transformers, and both ways of running them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scales that a checkpoint has for keys and values in an fp8 cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

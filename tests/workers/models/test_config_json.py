@@ -1,7 +1,5 @@
 """config.json: files, patterns of names and ALiBi."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """BERT and BART against Transformers, over texts of several lengths in one batch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused layers against the plain ones; two batches of a step, on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

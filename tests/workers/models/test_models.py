@@ -1,7 +1,5 @@
 """Small random models of every family against Transformers, on one rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

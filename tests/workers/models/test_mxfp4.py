@@ -1,7 +1,5 @@
 """Checkpoints of gpt-oss with experts in mxfp4, against transformers and the definition."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

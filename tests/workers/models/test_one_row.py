@@ -1,7 +1,5 @@
 """A step of one row, whose products norm what they read and add to the stream what they write."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The columns of fused QKV tensors that a rank reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pagedray.model_config import ModelConfig

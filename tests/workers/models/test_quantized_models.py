@@ -1,7 +1,5 @@
 """Models with quantized weights, against transformers with what these weights stand for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of many rows that rotate queries and keys themselves, against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """What the weights of a model cost a step, against the tensors of its checkpoint."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

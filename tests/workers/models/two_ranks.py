@@ -1,7 +1,5 @@
 """Two ranks in one process."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Groups of ranks that have found each other."""
 
-from __future__ import annotations
-
 import torch
 
 from workers.parallel.group import ParallelGroup

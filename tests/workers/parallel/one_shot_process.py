@@ -5,8 +5,6 @@ FOLDER/rankN.pt. Then it waits for a rank that never comes, is aborted, and join
 the second time with a kernel that does not compile.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

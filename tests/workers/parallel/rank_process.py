@@ -4,8 +4,6 @@ Runs the checkpoints FOLDER/CASE and saves their logits, and the results of the 
 FOLDER/rankN.pt.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

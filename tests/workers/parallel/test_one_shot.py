@@ -1,7 +1,5 @@
 """Sums over the GPUs of two processes, each of which sees only its own, against NCCL's."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

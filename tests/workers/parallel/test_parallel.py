@@ -1,7 +1,5 @@
 """Two ranks in two processes: models and collectives."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Inputs of a step: batches, tables of tokens, prompts and random plans."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The pool of blocks in host memory: its mapping, origin and size."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

@@ -1,7 +1,5 @@
 """The attention of the last layer for sampled tokens alone, against transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

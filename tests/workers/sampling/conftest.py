@@ -1,7 +1,5 @@
 """Samplers with each choice that runs on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.workers.sampling.sampler_rig import make_sampler

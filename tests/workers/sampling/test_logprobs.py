@@ -1,7 +1,5 @@
 """Log-probabilities are those of the raw logits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Penalties, biases, min_tokens and allowed tokens, as Transformers defines them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Sampling: greedy choices, filters, draws, and steps that change nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

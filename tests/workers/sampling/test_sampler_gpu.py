@@ -1,7 +1,5 @@
 """The sampler on a GPU: the same tokens as on the CPU, and no waiting for the device."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

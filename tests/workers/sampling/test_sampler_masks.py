@@ -1,7 +1,5 @@
 """A mask has the last word, and only for its own row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

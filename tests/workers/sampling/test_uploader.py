@@ -1,7 +1,5 @@
 """Arrays that are uploaded, compared with themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints that are broken, not finite or unreadable, and the digests of their files."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

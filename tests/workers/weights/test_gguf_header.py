@@ -1,7 +1,5 @@
 """Headers of GGUF files that lie or end early are refused, without memory for what they claim."""
 
-from __future__ import annotations
-
 import random
 import resource
 import struct

@@ -1,7 +1,5 @@
 """A small checkpoint to load, and its decoder on ranks that never communicate."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

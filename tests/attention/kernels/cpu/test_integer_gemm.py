@@ -1,7 +1,5 @@
 """The GEMM with small integers, with each instruction set that the kernel distinguishes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass

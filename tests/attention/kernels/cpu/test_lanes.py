@@ -1,7 +1,5 @@
 """Vectors of the kernels in C, with the instructions of this machine and with fewer."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The packed GEMM with each instruction set of this machine that the kernel distinguishes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

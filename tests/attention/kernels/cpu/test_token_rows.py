@@ -1,7 +1,5 @@
 """The gate of an MLP on the CPU against its definition in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

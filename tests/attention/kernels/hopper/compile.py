@@ -7,8 +7,6 @@ its shared memory, registers and bytes of spilled registers. Launches only compi
 CPU says that it is on a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

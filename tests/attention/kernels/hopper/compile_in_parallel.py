@@ -6,8 +6,6 @@ Prints a line of JSON: the number of kernels that were compiled side by side, th
 that then did not find theirs in memory, and the hashes of all kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Launches of our kernels with the shapes and tunings of served models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Every kernel is compiled for a Hopper GPU, by the program `compile.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

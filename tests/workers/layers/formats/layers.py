@@ -1,7 +1,5 @@
 """Linear layers of one format, loaded from a folder, on a rank that never communicates."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Weights in fp8: how they are loaded, cut and multiplied, against torch in float64."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A norm and an MLP with fp8 weights on a GPU, where kernels quantize rows on the way."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

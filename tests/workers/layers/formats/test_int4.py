@@ -1,7 +1,5 @@
 """Weights of four bits: how each format packs and cuts them, against torch in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

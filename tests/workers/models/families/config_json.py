@@ -1,7 +1,5 @@
 """A minimal `config.json` of each family, for tests that change single keys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

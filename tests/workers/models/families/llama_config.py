@@ -1,7 +1,5 @@
 """The config.json of a small Llama, with changes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

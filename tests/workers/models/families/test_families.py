@@ -1,7 +1,5 @@
 """The `config.json` of Gemma, BLOOM, MPT and Phi-3, and their unsupported values."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields of config.json: values, edits, dtypes and how tensors are divided."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The text of multimodal checkpoints: their files, and the layouts in which they are published."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

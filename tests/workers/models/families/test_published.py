@@ -1,7 +1,5 @@
 """Configuration files as they are published, at full size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

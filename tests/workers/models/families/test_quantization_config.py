@@ -1,7 +1,5 @@
 """Sections `quantization_config`: what is read of them, and what is rejected by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`config.json` to `ModelConfig`: every family, both spellings, and unsupported values."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`type` and `rope_type` of every family, in each spelling, read as transformers reads them."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

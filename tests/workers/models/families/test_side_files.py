@@ -1,7 +1,5 @@
 """Edited fields of `config.json`, read as transformers reads the same folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

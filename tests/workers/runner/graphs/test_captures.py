@@ -1,7 +1,5 @@
 """The captures of a rank, and steps without one after a failure."""
 
-from __future__ import annotations
-
 import pytest
 
 from pagedray.rank_progress import ProgressWord, RankReport

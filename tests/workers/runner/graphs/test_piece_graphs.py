@@ -1,7 +1,5 @@
 """Steps with prompts as CUDA graphs: the same results as eager steps, and nothing beside them."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
