@@ -266,14 +266,8 @@ def test_option_without_measurements_is_tried() -> None:
     costs = SwapCosts(step_times)
     assert chooses_swap(costs, num_blocks=1, num_tokens=1)
     step_times.note_step(num_tokens=100, num_pairs=0, seconds=0.001)
-    assert chooses_swap(costs, num_blocks=1, num_tokens=1)
-
-
-def test_measurement_of_no_time_is_ignored() -> None:
-    step_times = StepTimes()
-    costs = SwapCosts(step_times)
+    # A measurement of no time is ignored.
     costs.note_swaps(10, 0.0)
-    step_times.note_step(num_tokens=100, num_pairs=0, seconds=0.001)
     assert chooses_swap(costs, num_blocks=1, num_tokens=1)
 
 

@@ -85,23 +85,16 @@ def test_siblings_wait_for_the_last_chunk_of_the_prompt() -> None:
     assert len(plan.starts) == 1
 
 
-def test_siblings_still_wait_for_the_prompt_if_another_one_is_finished() -> None:
-    harness = Harness(max_num_batched_tokens=4)
+@pytest.mark.parametrize("index", [0, 2])
+def test_siblings_start_by_themselves_only_if_the_first_is_finished(index: int) -> None:
+    harness = Harness(max_num_batched_tokens=4, enable_prefix_cache=False)
     request_id = harness.add([1] * 9, n=3)
     harness.step()
-    harness.finish(request_id, 2)
-    assert isinstance(harness.sequences[1].state, Held)
-    harness.drain()
-
-
-def test_siblings_start_by_themselves_if_the_first_is_finished() -> None:
-    harness = Harness(max_num_batched_tokens=4, enable_prefix_cache=False)
-    request_id = harness.add([1] * 9, n=2)
-    harness.step()
-    harness.finish(request_id, 0)
+    harness.finish(request_id, index)
+    assert isinstance(harness.sequences[1].state, Waiting if index == 0 else Held)
     plan = harness.plan()
     assert plan.copies == []
-    assert [s.first_position for s in plan.sequences] == [0]
+    assert [s.first_position for s in plan.sequences] == [0 if index == 0 else 4]
     harness.drain()
 
 

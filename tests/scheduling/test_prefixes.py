@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.scheduler.conversations import ConversationShape, run_conversations
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.sequence import Arriving, DiskRead, Running, Waiting
@@ -51,24 +53,15 @@ def test_a_sequence_computes_only_what_was_not_copied_back_once_that_has_arrived
     assert event.num_cached_tokens == 8
 
 
-def test_new_ranks_have_no_prefixes_in_their_cpu_pools() -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_prefixes_are_found_in_a_pool_only_if_it_outlives_its_rank(*, is_kept: bool) -> None:
     harness = evicted()
-    harness.replace_worker()
+    harness.replace_worker(keeps_cpu_pool=is_kept)
     harness.add([1] * 9, max_tokens=1)
-    plan = harness.plan()
-    assert plan.swap_ins == []
-    harness.drain()
-
-
-def test_prefixes_are_found_in_a_pool_that_outlives_a_rank() -> None:
-    harness = evicted()
-    harness.replace_worker(keeps_cpu_pool=True)
-    harness.add([1] * 9, max_tokens=1)
-    plan = harness.plan()
-    assert len(plan.swap_ins) == 2
+    assert len(harness.plan().swap_ins) == 2 * is_kept
     harness.drain()
     stats = harness.scheduler.stats()
-    assert (stats.num_kept_cpu_blocks, stats.num_kept_hit_tokens) == (2, 8)
+    assert (stats.num_kept_cpu_blocks, stats.num_kept_hit_tokens) == (2 * is_kept, 8 * is_kept)
 
 
 def test_a_block_whose_copy_no_rank_has_reported_does_not_outlive_it() -> None:
