@@ -23,6 +23,7 @@ from cluster.cli.parser import make_parser
 from cluster.engine.engine_options import EngineOptions
 from cluster.engine.progress import ProgressLine
 from cluster.llm.llm import LLM
+from cluster.serving.auth import Authenticator
 from pagedray.errors import CheckpointError, DeviceError
 
 if TYPE_CHECKING:
@@ -365,3 +366,65 @@ def test_trust_remote_code_has_no_effect_but_a_warning(
         LLM(folder, trust_remote_code=True)
     assert caplog.messages[-1] == f"trust_remote_code {text}"
     assert caplog.records[-1].levelname == "WARNING"
+
+
+def test_a_new_key_is_accepted_with_its_printed_entry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "new", "--tenant=research.a-1"]) == 0
+    out = capsys.readouterr().out
+    (key,) = re.findall(r"^    (\S+)$", out, re.MULTILINE)
+    lines = out[out.index("[tenants.") :]
+    assert key not in lines
+    path = tmp_path / "keys.toml"
+    path.touch(0o600)
+    path.write_text(lines)
+    assert Authenticator(path).authenticate(f"Bearer {key}").name == "research.a-1"
+
+
+@pytest.mark.parametrize("tenant", ["", 'a"b', "a\nb", "x" * 65])
+def test_an_invalid_tenant_name_is_rejected(
+    tenant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "new", f"--tenant={tenant}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert "tenant" in shown.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_flags(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("serve", "bench", "--max-model-len", "--tool-call-format"):
+        assert word in script
+    # Flags of vLLM that are hidden from the help are hidden here too.
+    assert "--pipeline-parallel-size" not in script
+
+
+def test_bash_completes_paths_and_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "more.yaml").touch()
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    for line, expected in (
+        ("serve mo", "models"),
+        ("serve models --max-mo", "--max-model-len"),
+        ("serve --config mo", "models more.yaml"),
+        ("bench serve --backend grpc-", "grpc-chat"),
+        ("chat models --generation-config m", "models"),
+    ):
+        program = (
+            f"source {script}; COMP_WORDS=(pagedray {line});"
+            "COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _shtab_pagedray; echo ${COMPREPLY[@]}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == expected.split(), line

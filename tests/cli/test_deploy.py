@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from cluster.cli.commands import main
+from cluster.cli.deploy_hold import wait_for_drains
 from cluster.engine.engine_options import EngineOptions
 from cluster.serving.ray_serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
 
 _DEPLOY = Path(__file__).parents[2] / "deploy" / "helm"
 _CHART = _DEPLOY / "pagedray"
@@ -34,6 +34,8 @@ _SET_BY_THE_CHART = {
     "placement_strategy",
     "tensor_parallel_size",
 }
+
+LIMIT_S = 150.0
 
 
 def check(folder: Path, text: str, *flags: str) -> int:
@@ -185,3 +187,50 @@ def _required_paths(schema: dict[str, Any], prefix: str = "") -> set[str]:
         is_inner = "properties" in one and name != "arguments"
         paths |= _required_paths(one, f"{prefix}{name}.") if is_inner else {f"{prefix}{name}"}
     return paths
+
+
+@dataclass(slots=True)
+class FakeNodes:
+    """Workers that drain for a while, and a GCS that may be away; the time is how often asked."""
+
+    drains: list[tuple[float, float]] = field(default_factory=list)
+    is_away: tuple[float, float] = (0.0, 0.0)
+    now_s: float = 0.0
+
+    def num_draining(self) -> int:
+        if self.is_away[0] <= self.now_s < self.is_away[1]:
+            raise ConnectionError("The GCS does not answer")
+        return sum(begin <= self.now_s < end for begin, end in self.drains)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def _wait(nodes: FakeNodes) -> tuple[str, float]:
+    reason = wait_for_drains(nodes, limit_s=LIMIT_S, clock=lambda: nodes.now_s, sleep=nodes.sleep)
+    return reason, nodes.now_s
+
+
+def test_a_head_that_ends_alone_waits_for_workers_to_begin_only() -> None:
+    assert _wait(FakeNodes()) == ("No worker is draining", 10.0)
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 6.0, 9.0])
+def test_a_head_that_ends_with_its_workers_waits_for_the_last(begin_s: float) -> None:
+    nodes = FakeNodes(drains=[(begin_s, 40.0), (begin_s, 90.0)])
+    assert _wait(nodes) == ("No worker is draining", 90.0)
+
+
+def test_a_worker_that_drains_for_long_is_not_waited_for_beyond_the_limit() -> None:
+    nodes = FakeNodes(drains=[(0.0, 1000.0)])
+    assert _wait(nodes) == ("The limit is reached", LIMIT_S)
+
+
+def test_a_gcs_that_has_ended_holds_nothing() -> None:
+    nodes = FakeNodes(drains=[(0.0, 100.0)], is_away=(20.0, 1000.0))
+    assert _wait(nodes) == ("The GCS does not answer", 22.0)
+
+
+def test_a_gcs_that_misses_a_question_is_asked_again() -> None:
+    nodes = FakeNodes(drains=[(0.0, 100.0)], is_away=(20.0, 22.0))
+    assert _wait(nodes) == ("No worker is draining", 100.0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,10 +17,28 @@ from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.config import KernelReport
-from tests.system.server_process import TINY_LLAMA
+from tests.system.server_process import ROOT, TINY_LLAMA
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
+
+PROGRAM = """
+import asyncio, time
+from types import SimpleNamespace
+from cluster.cli.server import guard_exit
+
+async def serve():
+    guard_exit(SimpleNamespace(error={error}), asyncio.get_running_loop(), limit_s=1.0)
+    {serving}
+
+asyncio.run(serve())
+"""
+CASES = {
+    "the loop stands still": ("'It hangs.'", "time.sleep(30.0)", 1),
+    "the loop runs": ("'It hangs.'", "await asyncio.sleep(4.0)", 0),
+    "the engine runs": ("None", "time.sleep(4.0)", 0),
+}
+"""The error of the engine, what the server does, and how it exits."""
 
 
 def lines(config: EngineConfig, num_blocks: int) -> list[str]:
@@ -106,3 +127,18 @@ def test_addresses_are_urls_of_the_frontends(host: str, scheme: str) -> None:
     http = (scheme, host, 8001)
     expected = [http] * 4 + [(scheme.replace("http", "grpc"), host, 9001)]
     assert [(url.scheme, url.host, url.port) for url in urls] == expected
+
+
+def test_a_server_that_cannot_stop_is_ended() -> None:
+    with ExitStack() as stack:
+        # Together, since each waits for seconds.
+        servers = {
+            name: stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM.format(error=error, serving=serving)], cwd=ROOT
+                )
+            )
+            for name, (error, serving, _) in CASES.items()
+        }
+        codes = {name: server.wait(60.0) for name, server in servers.items()}
+    assert codes == {name: code for name, (_, _, code) in CASES.items()}

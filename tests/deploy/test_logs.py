@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.kustomize import overlay
-from tests.deploy.quantity import parse_quantity
+from tests.deploy.kustomize import overlay, parse_quantity
 
 _SCALE = 256
 """The volume and the files are smaller than in the manifest by this factor, to write less."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.tools import needs_tool, tool
+from tests.deploy.kustomize import needs_tool, tool
 
 DASHBOARD = Path("deploy/grafana/pagedray.json")
 RULES = Path("deploy/prometheus")

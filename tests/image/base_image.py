@@ -9,13 +9,30 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
-from tests.image.storage import FOLDER, ROOT, buildah
+__all__ = ["DOCKERFILE", "FOLDER", "ROOT", "base_name", "buildah", "make_base"]
 
-__all__ = ["DOCKERFILE", "base_name", "make_base"]
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "image"
+_STORAGE = (
+    f"--root={FOLDER / 'storage'}",
+    f"--runroot={FOLDER / 'run'}",
+    "--storage-driver=overlay",
+)
+
+
+def buildah(command: str, *arguments: str, check: bool = True) -> str:
+    """Run a command of buildah and return what it prints."""
+    done = subprocess.run(
+        ["buildah", *_STORAGE, command, *arguments], check=False, capture_output=True, text=True
+    )
+    if check and done.returncode != 0:
+        raise AssertionError(f"buildah {command}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-
 _LABEL = "pagedray.debian-release"
 _DOCKER_CLEAN = 'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb"; };\n'
 """Keeps no packages, as in the images of registries."""

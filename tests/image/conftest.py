@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.image.base_image import FOLDER
 from tests.image.ray_cluster import RayCluster
-from tests.image.storage import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from tests.deploy.quantity import parse_quantity
+from tests.deploy.kustomize import parse_quantity
 
 if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest

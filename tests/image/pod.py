@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import resource
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.kustomize import Manifest
+from tests.deploy.kustomize import Manifest, parse_quantity
 from tests.image.built_image import BuiltImage
-from tests.image.container_spec import container_spec
 from tests.image.pod_network import add_to_network
-from tests.image.volumes import Secrets, make_volumes
 
 __all__ = ["Pod"]
 
 _INIT_TIMEOUT_S = 120.0
+
+_POD_SECURITY = {
+    "fsGroup",
+    "fsGroupChangePolicy",
+    "runAsGroup",
+    "runAsNonRoot",
+    "runAsUser",
+    "seccompProfile",
+}
+_OPEN_FILES = min(1048576, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+"""containerd's limit, or this machine's."""
+_NAMESPACES = ("pid", "mount", "ipc", "uts")
+_MASKED = (
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/firmware",
+)
+_READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+_FILE = Path("/usr/share/containers/seccomp.json")
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_OF_RUNTIME = ("names", "action", "args", "errnoRet")
+Secrets = dict[str, dict[str, str]]
+"""The keys and values of Secrets by name."""
 
 
 @dataclass(slots=True)
@@ -172,3 +202,179 @@ class Pod:
 
 def _fields(text: str) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def container_spec(
+    pod: Manifest,
+    container: Manifest,
+    *,
+    image: BuiltImage,
+    volumes: dict[str, Path],
+    files: dict[str, Path],
+    network: Path,
+    secrets: Secrets,
+) -> dict[str, Any]:
+    """Return the configuration of a container.
+
+    `files` are mounted read-only at their keys; `network` is the pod's network namespace.
+    """
+    security = pod["spec"]["securityContext"]
+    own = container["securityContext"]
+    assert set(security) == _POD_SECURITY
+    assert security["runAsNonRoot"]
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert set(own) == {"allowPrivilegeEscalation", "capabilities", "readOnlyRootFilesystem"}
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    env = image.env | {one["name"]: _value(one, secrets) for one in container["env"]}
+    command = [*container.get("command", image.command), *container.get("args", [])]
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {
+                "uid": security["runAsUser"],
+                "gid": security["runAsGroup"],
+                "additionalGids": [security["fsGroup"]],
+            },
+            "args": command,
+            "env": [f"{name}={value}" for name, value in env.items()],
+            "cwd": image.working_dir,
+            # None of any set.
+            "capabilities": {},
+            "noNewPrivileges": not own["allowPrivilegeEscalation"],
+            "rlimits": [{"type": "RLIMIT_NOFILE", "hard": _OPEN_FILES, "soft": _OPEN_FILES}],
+        },
+        "root": {"path": str(image.root), "readonly": own["readOnlyRootFilesystem"]},
+        "hostname": pod["metadata"]["name"],
+        "mounts": [
+            *_system_mounts(),
+            *(_bind(path, target, "ro") for target, path in files.items()),
+            *(
+                _bind(volumes[one["name"]], one["mountPath"], _access(one))
+                for one in container["volumeMounts"]
+            ),
+        ],
+        "linux": {
+            "namespaces": [
+                *({"type": kind} for kind in _NAMESPACES),
+                {"type": "network", "path": str(network)},
+            ],
+            "resources": {
+                "memory": {"limit": parse_quantity(container["resources"]["limits"]["memory"])}
+            },
+            "seccomp": default_profile(),
+            "maskedPaths": list(_MASKED),
+            "readonlyPaths": list(_READ_ONLY),
+        },
+    }
+
+
+def _value(variable: Manifest, secrets: Secrets) -> str:
+    match variable:
+        case {"value": str() as value}:
+            return value
+        case {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}:
+            return secrets[name][key]
+        case _:
+            raise AssertionError(f"unknown kind of variable: {variable}")
+
+
+def _access(mount: Manifest) -> str:
+    return "ro" if mount.get("readOnly", False) else "rw"
+
+
+def _bind(source: Path, target: str, access: str) -> dict[str, Any]:
+    return {
+        "destination": target,
+        "type": "bind",
+        "source": str(source),
+        "options": ["rbind", "rprivate", access],
+    }
+
+
+def _system_mounts() -> list[dict[str, Any]]:
+    shm = ("/dev/shm", "tmpfs", ["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"])
+    rows = [
+        ("/proc", "proc", ["nosuid", "noexec", "nodev"]),
+        ("/dev", "tmpfs", ["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        ("/dev/pts", "devpts", ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
+        shm,
+        ("/dev/mqueue", "mqueue", ["nosuid", "noexec", "nodev"]),
+        ("/sys", "sysfs", ["nosuid", "noexec", "nodev", "ro"]),
+        ("/sys/fs/cgroup", "cgroup", ["nosuid", "noexec", "nodev", "relatime", "ro"]),
+    ]
+    return [
+        {"destination": target, "type": kind, "source": kind, "options": options}
+        for target, kind, options in rows
+    ]
+
+
+# Any: JSON.
+def default_profile() -> dict[str, Any]:
+    """Return the value of `linux.seccomp` of a container."""
+    profile = json.loads(_FILE.read_text())
+    machine = platform.machine()
+    return {
+        "defaultAction": profile["defaultAction"],
+        "defaultErrnoRet": profile["defaultErrnoRet"],
+        "architectures": [f"SCMP_ARCH_{machine.upper()}"],
+        "syscalls": [
+            {key: rule[key] for key in _OF_RUNTIME if rule.get(key) is not None}
+            for rule in profile["syscalls"]
+            if _applies(rule, _ARCHITECTURES[machine])
+        ],
+    }
+
+
+# Any: JSON.
+def _applies(rule: dict[str, Any], architecture: str) -> bool:
+    includes = rule.get("includes", {})
+    if includes.get("caps"):
+        return False
+    architectures = includes.get("arches")
+    return not architectures or architecture in architectures
+
+
+def make_volumes(pod: Manifest, folder: Path, secrets: Secrets) -> dict[str, Path]:
+    """Mount the volumes of a pod below a folder and return where, by name.
+
+    A write beyond the limit of an `emptyDir` fails, where the kubelet would evict the pod.
+    """
+    group = pod["spec"]["securityContext"]["fsGroup"]
+    made = {}
+    for volume in pod["spec"]["volumes"]:
+        path = folder / volume["name"]
+        path.mkdir(parents=True)
+        match volume:
+            case {"emptyDir": {"sizeLimit": limit}}:
+                _mount(path, parse_quantity(limit))
+                os.chown(path, 0, group)
+                path.chmod(0o2777)
+            case {"secret": secret}:
+                _mount(path, 1 << 20)
+                _write_secret(path, secret, secrets[secret["secretName"]], group)
+            case _:
+                raise AssertionError(f"unknown kind of volume: {volume}")
+        made[volume["name"]] = path
+    return made
+
+
+def _mount(path: Path, num_bytes: int) -> None:
+    options = f"size={num_bytes},mode=0755,nosuid,nodev"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
+
+
+def _write_secret(path: Path, secret: Manifest, values: dict[str, str], group: int) -> None:
+    """Write files behind two symbolic links, which the kubelet changes atomically."""
+    data = path / "..2026_01_01_00_00_00.1"
+    data.mkdir()
+    os.chown(data, 0, group)
+    data.chmod(0o2755)
+    for name, value in values.items():
+        file = data / name
+        file.write_text(value)
+        os.chown(file, 0, group)
+        file.chmod(secret["defaultMode"])
+        (path / name).symlink_to(Path("..data", name))
+    (path / "..data").symlink_to(data.name)
+    os.chown(path, 0, group)
+    path.chmod(0o3777)

@@ -24,14 +24,13 @@ from tests.image.built_image import BuiltImage
 from tests.image.kuberay import CLUSTER, HEAD_SERVICE, head_pod, worker_pod
 from tests.image.pod import Pod
 from tests.image.pod_network import make_network
-from tests.image.probe import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.deploy.kustomize import Manifest
 
-__all__ = ["IMAGE", "RayCluster"]
+__all__ = ["IMAGE", "RayCluster", "wait_until"]
 
 _DEPLOY_TIMEOUT_S = 180.0
 
@@ -52,6 +51,8 @@ def _image_name() -> str:
 
 
 IMAGE = _image_name()
+
+
 """The name of the image in the manifests."""
 
 
@@ -133,3 +134,36 @@ class RayCluster:
 
 def _authorization(token: str | None) -> dict[str, str]:
     return {} if token is None else {"x-ray-authorization": f"Bearer {token}"}
+
+
+def probe(pod: Pod, name: str) -> bool:
+    """Return whether a probe of the manifest succeeds."""
+    declared = pod.container[name]
+    port = _port(pod, declared["httpGet"]["port"])
+    url = f"http://{pod.address}:{port}{declared['httpGet']['path']}"
+    try:
+        status = httpx.get(url, timeout=declared["timeoutSeconds"]).status_code
+    except httpx.TransportError:
+        return False
+    return 200 <= status < 400
+
+
+def wait_until(pod: Pod, name: str, timeout_s: float | None = None) -> float:
+    """Wait for a probe to succeed and return the seconds that it took.
+
+    A container has as long as the probe allows, unless `timeout_s` is given.
+    """
+    declared = pod.container[name]
+    allowed_s = declared["periodSeconds"] * declared["failureThreshold"]
+    started_s = time.monotonic()
+    while not probe(pod, name):
+        pod.assert_running()
+        seconds = time.monotonic() - started_s
+        assert seconds < (timeout_s or allowed_s), f"the {name} of {pod.name} fails for {seconds} s"
+        time.sleep(0.5)
+    return time.monotonic() - started_s
+
+
+def _port(pod: Pod, name: str) -> int:
+    [port] = [one["containerPort"] for one in pod.container["ports"] if one["name"] == name]
+    return int(port)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tests.deploy.kustomize import overlay
+from tests.image.built_image import Mount, PipSettings
 from tests.image.kuberay import head_pod, worker_pod
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SERVICE = "pagedray-x7k2p-head-svc.llm.svc.cluster.local"
 
@@ -40,3 +46,36 @@ def test_every_container_has_the_token() -> None:
         assert env["RAY_AUTH_MODE"]["value"] == "token"
         reference = env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
         assert reference == {"name": "pagedray-x7k2p", "key": "auth_token"}
+
+
+def test_files_and_folders_are_mounted(tmp_path: Path) -> None:
+    certificate, index = tmp_path / "proxy.pem", tmp_path / "index" / "simple"
+    certificate.touch()
+    index.mkdir(parents=True)
+    settings = PipSettings.of(
+        [
+            f"global.cert='{certificate}'",
+            f"global.find-links='{tmp_path}'",
+            f"global.index-url='file://{index}'",
+        ]
+    )
+    assert settings.text == (
+        f"[global]\ncert = /run/pip/proxy.pem\nfind-links = {tmp_path}\nindex-url = file://{index}\n"
+    )
+    assert settings.mounts == (
+        Mount(certificate, "/run/pip/proxy.pem"),
+        Mount(tmp_path, str(tmp_path)),
+        Mount(index.parent, str(index.parent)),
+    )
+
+
+def test_the_environment_wins() -> None:
+    lines = [":env:.timeout='5'", "global.timeout='7'", "install.no-compile='true'"]
+    assert PipSettings.of(lines).text == "[global]\ntimeout = 5\nno-compile = true\n"
+
+
+def test_addresses_stay_as_they_are() -> None:
+    lines = ["global.extra-index-url='https://one.example/simple file:///nowhere/simple'"]
+    settings = PipSettings.of(lines)
+    assert "https://one.example/simple\n    file:///nowhere/simple" in settings.text
+    assert settings.mounts == ()

@@ -18,7 +18,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.image.open_stream import GrpcStream, HttpStream, OpenStream
-from tests.image.probe import wait_until
+from tests.image.ray_cluster import wait_until
 
 if TYPE_CHECKING:
     from tests.image.ray_cluster import RayCluster

@@ -13,7 +13,6 @@ from pagedray.errors import CheckpointError
 from pagedray.files import has_file
 from pagedray.model_config import Dtype, HubRevision
 from workers.hub.fetch import fetch_files, fetch_header, find_revision, side_files
-from workers.hub.gguf_folder import gguf_file, gguf_folder, gguf_shards
 from workers.hub.model_name import HubName, HubSettings, is_gguf, parse_model
 from workers.weights.tensor_entries import common_dtype, folder_dtype, weight_files
 
@@ -65,9 +64,12 @@ def locate_model(
     replaces the cache of the environment, on every node. Raises CheckpointError.
     """
     name = parse_model(model)
+    if not isinstance(name, HubName) and not is_gguf(name):
+        return LocatedModel(name)
+    # GGUF files are read with torch, and importing torch takes seconds.
+    from workers.hub.gguf_folder import gguf_file, gguf_folder, gguf_shards
+
     if not isinstance(name, HubName):
-        if not is_gguf(name):
-            return LocatedModel(name)
         path = name.expanduser().absolute()
         return LocatedModel(gguf_folder(path), gguf=str(path))
     if cache is not None:
@@ -158,6 +160,8 @@ def with_local_weights(
     if config.load_format == "dummy" or (hub is None and gguf is None):
         return config
     if gguf is not None:
+        from workers.hub.gguf_folder import gguf_folder, gguf_shards
+
         path = Path(gguf)
         if hub is not None:
             path = fetch_files(hub, gguf_shards(hub, gguf), report_progress) / gguf

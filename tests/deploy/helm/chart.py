@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from tests.deploy.kustomize import DEPLOY
-from tests.deploy.tools import needs_tool, tool
+from tests.deploy.kustomize import DEPLOY, needs_tool, tool
 
 if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest

@@ -10,7 +10,7 @@ import yaml
 from cluster.engine.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from tests.deploy.helm.chart import needs_helm, render_chart, run_helm
-from tests.deploy.quantity import parse_quantity
+from tests.deploy.kustomize import parse_quantity
 from tests.deploy.rules.operator_rules import operator_errors
 from tests.deploy.rules.pod_security import restricted_violations
 from tests.deploy.rules.schemas import check

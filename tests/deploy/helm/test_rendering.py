@@ -13,9 +13,8 @@ from ray.serve.config import AutoscalingConfig
 from cluster.serving.ray_serve.deployment import deployment_options
 from cluster.serving.ray_serve.options import read_arguments
 from tests.deploy.helm.chart import VALUES, needs_helm, render_chart
-from tests.deploy.kustomize import DEPLOY, overlay, render, write_overlay
+from tests.deploy.kustomize import DEPLOY, overlay, render, seconds_of, write_overlay
 from tests.deploy.network.policies import Peer, admits
-from tests.deploy.quantity import seconds_of
 from tests.deploy.rules.operator_rules import operator_errors
 from tests.deploy.rules.pod_security import restricted_violations
 from tests.deploy.rules.schemas import check
