@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cluster.serving.ray_serve.llm import PagedRayLLM
     from pagedray.errors import PagedRayError
     from pagedray.request import FinishReason
-    from pagedray.structure import Structure
+    from pagedray.sampling_params import Structure
 
 __all__ = [
     "LLM",
@@ -53,7 +53,7 @@ _HOMES = {
     "PagedRayError": "pagedray.errors",
     "RequestOutputKind": "cluster.llm.sampling_params",
     "SamplingParams": "cluster.llm.sampling_params",
-    "Structure": "pagedray.structure",
+    "Structure": "pagedray.sampling_params",
     "PagedRayLLM": "cluster.serving.ray_serve.llm",
     "build_app": "cluster.serving.ray_serve.deployment",
 }

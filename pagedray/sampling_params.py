@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import MAX_COUNT, check_bool, check_float, check_int, check_size
-from pagedray.structure import Structure
 from pagedray.text import quote
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "MAX_STOP",
     "MAX_STOP_LENGTH",
     "SamplingParams",
+    "Structure",
+    "StructureKind",
 ]
 
 MAX_N = 128
@@ -34,6 +36,19 @@ MAX_BAD_WORD_TOKENS = 32
 MAX_STOP = 16
 MAX_STOP_LENGTH = 512
 _RANDOM_SEED = -1
+
+StructureKind = Literal[
+    "json_object",
+    "json_schema",
+    "regex",
+    "grammar",
+    "choice",
+    "structural_tag",
+    "turn",
+    "calls",
+    "leading_calls",
+    "messages",
+]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -200,3 +215,26 @@ def _check_logit_bias(bias: object) -> None:
                 param="logit_bias",
             )
         check_float("logit_bias", value, -100.0, 100.0)
+
+
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """A constraint on the generated text.
+
+    `text` is validated when it is compiled.
+    """
+
+    kind: StructureKind
+    text: str = ""
+    """A JSON schema, a regular expression, an EBNF grammar, a structural tag in JSON, or choices as
+    a JSON list of strings; empty for `json_object`. For `turn`, `calls`, `leading_calls` and
+    `messages`, a `TurnStructure`, `CallsStructure`, `LeadingCallsStructure` or `MessagesStructure`
+    in JSON.
+    """
+    mark: str = ""
+    """The beginning of a `turn` with tool calls, and of the `calls` after a text, which may be a
+    special token; `leading_calls` may begin with it.
+    """
+    headers: tuple[tuple[str, str], ...] = ()
+    """For a message that must be a tool call, in models whose turns are messages in channels: the
+    allowed headers, each with the beginning of the text that it stands for.
+    """

@@ -47,8 +47,7 @@ from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from cluster.structured.token_matchers import Vocabulary, vocabulary_of
 from pagedray.request import Request
-from pagedray.sampling_params import SamplingParams
-from pagedray.structure import Structure
+from pagedray.sampling_params import SamplingParams, Structure
 
 if TYPE_CHECKING:
     from cluster.structured.mask_client import CompiledGrammar

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.batch import PromptLogprobs
-    from pagedray.reasoning import Reasoning
-    from pagedray.request import Request
+    from pagedray.request import Reasoning, Request
 
 __all__ = [
     "BeamSearchOutput",

@@ -9,13 +9,13 @@ import msgspec
 
 from cluster.serving.text.text_stream import overlap
 from pagedray.errors import InvalidRequestError
-from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE, AnswerHeader, Reasoning, ReasoningPlace
+from pagedray.request import MAX_WHITESPACE, WHITESPACE, AnswerHeader, Reasoning, ReasoningPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from pagedray.structure import Structure
+    from pagedray.sampling_params import Structure
 
 __all__ = [
     "REASONING_FORMATS",

@@ -47,8 +47,7 @@ from cluster.structured.token_matchers import vocabulary_of
 from pagedray.errors import InvalidRequestError, OutputLengthError, PromptLengthError
 from pagedray.field_checks import check_token_ids
 from pagedray.request import Request
-from pagedray.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
-from pagedray.structure import Structure, StructureKind
+from pagedray.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, Structure, StructureKind
 from pagedray.text import pluralize, quote
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.structured.mask_client import CompiledGrammar
     from pagedray.config import EngineConfig
-    from pagedray.reasoning import Reasoning
+    from pagedray.request import Reasoning
 
 __all__ = ["Validator"]
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cluster.structured.token_matchers import Vocabulary
-    from pagedray.structure import Structure
+    from pagedray.sampling_params import Structure
 
 __all__ = ["StructureCompiler", "StructureCompilerClient"]
 

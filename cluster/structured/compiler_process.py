@@ -45,7 +45,7 @@ from cluster.structured.messages import (
 )
 from pagedray.errors import InvalidRequestError
 from pagedray.machine import lower_priority
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,8 +3,7 @@
 import msgspec
 
 from cluster.structured.token_matchers import Vocabulary
-from pagedray.reasoning import Reasoning
-from pagedray.request import FinishReason
+from pagedray.request import FinishReason, Reasoning
 
 __all__ = [
     "COMPILE",

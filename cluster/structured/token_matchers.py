@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from pagedray.reasoning import ReasoningPlace, ReasoningTracker
+from pagedray.request import ReasoningPlace, ReasoningTracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pagedray.reasoning import Reasoning
+    from pagedray.request import Reasoning
 
 __all__ = [
     "FreeMatcher",

@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.serving.reasoning import ReasoningReader, detect_reasoning, reasoning_after
-from pagedray.reasoning import Reasoning, ReasoningPlace, ReasoningTracker
+from pagedray.request import Reasoning, ReasoningPlace, ReasoningTracker
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import Server

@@ -26,7 +26,7 @@ from pagedray.errors import (
     ShuttingDownError,
 )
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.serving.conftest import encoder_config, engine_config
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.limited_tenants import limited_tenants

@@ -23,7 +23,7 @@ from pagedray import LLM
 from pagedray.config import SchedulerConfig
 from pagedray.errors import CheckpointError, ContextLengthError, InvalidRequestError, RequestError
 from pagedray.model_config import DenseModule
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.serving.conftest import engine_config
 from tests.system.server_process import TINY_LLAMA
 from workers.models.config_json.sentence_modules import dense_modules

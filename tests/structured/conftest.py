@@ -13,7 +13,7 @@ from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from cluster.structured.token_matchers import vocabulary_of
 from cluster.structured.xgrammar_library import XGrammarLibrary
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

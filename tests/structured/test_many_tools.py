@@ -12,8 +12,7 @@ import pytest
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from pagedray.request import Request
-from pagedray.sampling_params import SamplingParams
-from pagedray.structure import Structure
+from pagedray.sampling_params import SamplingParams, Structure
 from tests.structured.conftest import EOS, made_masks, vocabulary
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cluster.structured.token_matchers import FreeMatcher, ReasoningBudget, TokenIndex
-from pagedray.reasoning import Reasoning
+from pagedray.request import Reasoning
 
 TEXTS = ("", "<think>", "</think>", "</", "think", ">", "a", "b", "\n", "t")
 EOS, BEGIN, END, A, B = 0, 1, 2, TEXTS.index("a"), TEXTS.index("b")

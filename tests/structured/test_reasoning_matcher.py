@@ -11,8 +11,8 @@ import pytest
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.token_matchers import ReasoningMatcher, Vocabulary
 from cluster.structured.xgrammar_library import XGrammarLibrary
-from pagedray.reasoning import AnswerHeader, Reasoning
-from pagedray.structure import Structure
+from pagedray.request import AnswerHeader, Reasoning
+from pagedray.sampling_params import Structure
 
 EOS, BEGIN, END = 0, 1, 2
 TEXTS = (

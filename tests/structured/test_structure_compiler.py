@@ -22,8 +22,7 @@ from cluster.structured.mask_client import CompiledGrammar
 from cluster.structured.messages import CompileLimits
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 from pagedray.request import FinishReason, Request
-from pagedray.sampling_params import SamplingParams
-from pagedray.structure import Structure
+from pagedray.sampling_params import SamplingParams, Structure
 from tests.fakes import wait_for
 from tests.structured.conftest import EOS, LARGE, OTHER, SMALL, large, made_masks, vocabulary
 

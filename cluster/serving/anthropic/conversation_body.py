@@ -41,8 +41,7 @@ from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
-from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH
-from pagedray.structure import Structure
+from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH, Structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -23,7 +23,7 @@ from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 from pagedray.field_checks import check_size
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import ToolCallDelta
     from cluster.serving.tools.turns import Turn
-    from pagedray.reasoning import Reasoning
+    from pagedray.request import Reasoning
 
 __all__ = ["Chat", "read_tokenize"]
 

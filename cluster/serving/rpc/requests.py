@@ -33,8 +33,8 @@ from pagedray.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP,
+    Structure,
 )
-from pagedray.structure import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import Frontend
     from cluster.serving.telemetry.call_log import CallReport
     from pagedray.config import EngineConfig
-    from pagedray.structure import StructureKind
+    from pagedray.sampling_params import StructureKind
 
 __all__ = ["Metrics"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cluster.serving.text.text_stream import overlap
 from cluster.serving.tools.turn_reader import NO_ARGUMENTS, ArgumentsReader
-from pagedray.reasoning import MAX_WHITESPACE, WHITESPACE
+from pagedray.request import MAX_WHITESPACE, WHITESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -14,7 +14,7 @@ from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LEN
 from cluster.structured.grammar.schema_keywords import ANNOTATIONS, KNOWN
 from cluster.structured.grammar.turn import MessageForm, MessagesStructure, TurnStructure
 from pagedray.errors import InvalidRequestError
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,7 +34,7 @@ from cluster.structured.grammar.call_arguments import (
 )
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from cluster.structured.grammar.turn import Texts
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

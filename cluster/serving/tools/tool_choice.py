@@ -17,7 +17,7 @@ from cluster.serving.tools.strict_calls import strict_structure
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_calls import call_form, turn_reader
 from pagedray.errors import InvalidRequestError
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

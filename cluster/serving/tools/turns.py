@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.tools.channel_reader import ChannelTokens
 from cluster.serving.tools.turn_reader import TurnDelta
-from pagedray.reasoning import ReasoningPlace, ReasoningTracker
-from pagedray.request import FinishReason
+from pagedray.request import FinishReason, ReasoningPlace, ReasoningTracker
 
 if TYPE_CHECKING:
     from cluster.serving.text.text_stream import SequenceOutput, TokenBytes
     from cluster.serving.tools.tool_choice import ToolUse
     from cluster.serving.tools.turn_reader import TurnReader
-    from pagedray.reasoning import Reasoning
+    from pagedray.request import Reasoning
 
 __all__ = ["Turn", "Turns"]
 

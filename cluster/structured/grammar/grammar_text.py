@@ -16,7 +16,7 @@ from cluster.structured.grammar.regex import read_regex
 from cluster.structured.grammar.rewrites import inline_rules, with_loops_as_rules, with_shared_parts
 from cluster.structured.grammar.structural_tag import read_structural_tag
 from cluster.structured.grammar.turn import Grammar, read_messages, read_turn
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
 

@@ -25,7 +25,7 @@ from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.serving.conftest import Server
 from tests.serving.responses.response_calls import CALL, OUTPUT, SPACE, TEMPLATE, TOOL, USE, posted
 from tests.serving.waiting import wait_until

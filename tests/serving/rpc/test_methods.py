@@ -25,7 +25,7 @@ from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnDelta
     from cluster.structured.token_matchers import TextMatcher, TokenMatcher
-    from pagedray.reasoning import Reasoning
+    from pagedray.request import Reasoning
 
 EOS = 0
 MISTRAL = "[TOOL_CALLS]"

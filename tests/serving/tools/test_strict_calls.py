@@ -16,8 +16,8 @@ from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
-from pagedray.reasoning import Reasoning
-from pagedray.structure import Structure
+from pagedray.request import Reasoning
+from pagedray.sampling_params import Structure
 from tests.serving.tools.strict_writer import (
     EOS,
     LLAMA,

@@ -18,8 +18,7 @@ from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import ToolCallFormat, detect_format, turn_reader
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
-from pagedray.reasoning import AnswerHeader, Reasoning, ReasoningPlace, ReasoningTracker
-from pagedray.request import FinishReason
+from pagedray.request import AnswerHeader, FinishReason, Reasoning, ReasoningPlace, ReasoningTracker
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import TurnReader

@@ -28,9 +28,8 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher, Vocabulary
 from cluster.structured.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
-from pagedray.reasoning import AnswerHeader, Reasoning
-from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.request import AnswerHeader, FinishReason, Reasoning
+from pagedray.sampling_params import Structure
 from tests.hostile.fuzz.targets.tool_calls import TOOL_CALLS
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.schema_keywords import are_disjoint
 from pagedray.errors import InvalidRequestError
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.structured.conftest import EOS
 from tests.structured.grammar.as_regex import as_regex
 from tests.structured.grammar.random_schemas import random_schema, random_text

@@ -28,8 +28,7 @@ from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.regex import read_regex
 from cluster.structured.grammar.rewrites import inline_rules, with_loops_as_rules, with_shared_parts
 from pagedray.request import FinishReason, Request
-from pagedray.sampling_params import SamplingParams
-from pagedray.structure import Structure
+from pagedray.sampling_params import SamplingParams, Structure
 from tests.structured.conftest import EOS, made_masks
 
 if TYPE_CHECKING:

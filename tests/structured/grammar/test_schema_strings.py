@@ -21,7 +21,7 @@ from cluster.structured.grammar.call_arguments import ARG_KEYS, PARAMETERS, read
 from cluster.structured.grammar.expressions import Concat, Text, write_ebnf
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.grammar.schema_strings import STRING_FORMATS
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.structured.conftest import EOS
 from tests.structured.grammar.random_schemas import random_text
 

@@ -13,7 +13,7 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from cluster.structured.grammar.grammar_text import grammar_text
 from pagedray.errors import InvalidRequestError
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 Part = dict[str, Any]  # Any: JSON
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9}

@@ -11,7 +11,7 @@ import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from cluster.structured.grammar.grammar_text import grammar_text
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 Part = dict[str, Any]  # Any: JSON
 

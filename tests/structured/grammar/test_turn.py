@@ -22,7 +22,7 @@ from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.regex import read_regex
 from cluster.structured.grammar.turn import may_begin_with
 from pagedray.errors import InvalidRequestError
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 
 ANY = {"type": "any_text"}
 

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from cluster.structured.grammar.json_schema import read_json_schema
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.structured.grammar.as_regex import as_regex
 from tests.structured.grammar.random_schemas import random_text
 from tests.structured.grammar.test_json_schema import without_rules

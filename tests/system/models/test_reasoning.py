@@ -12,7 +12,7 @@ import pytest
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.system.engines import open_llm
 
 REGEX = "[a-f]{2,6}-[0-9]{3}"

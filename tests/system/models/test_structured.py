@@ -14,7 +14,7 @@ from cluster.llm.llm import Completion, Generation
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.small_models.scripted_model import write_scripted_model
 from tests.system.engines import open_llm, rank_processes
 from tests.system.server_process import TINY_LLAMA, ServerProcess

@@ -14,7 +14,7 @@ from cluster.llm.prompts import SaltedPrompt, SampledPrompt
 from pagedray import LLM, FinishReason, SamplingParams
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import Request
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.system.engines import hold_steps, open_llm
 
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)

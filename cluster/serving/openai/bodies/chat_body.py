@@ -45,7 +45,7 @@ from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from pagedray.structure import Structure
+    from pagedray.sampling_params import Structure
 
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 

@@ -11,8 +11,13 @@ from cluster.serving.inputs import MAX_SALT_LENGTH
 from cluster.serving.json_body import Body, BodyPart, json_text, named_schema, read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
-from pagedray.sampling_params import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_LENGTH
-from pagedray.structure import Structure, StructureKind
+from pagedray.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP,
+    MAX_STOP_LENGTH,
+    Structure,
+    StructureKind,
+)
 from pagedray.text import quote, quote_json
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from cluster.structured.messages import (
 )
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
-from pagedray.structure import Structure
+from pagedray.sampling_params import Structure
 from tests.hostile.fuzz.target import Target
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.tools.json_calls import ListReader, NamedReader
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS, turn_reader
-from pagedray.reasoning import Reasoning
+from pagedray.request import Reasoning
 from tests.hostile.fuzz.target import Target
 
 if TYPE_CHECKING:
