@@ -19,8 +19,7 @@ from tests.small_models.multimodal import TEXT_TYPES, multimodal_config, transfo
 from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
-from workers.models.self_attention import attention_spec
-from workers.models.step_attention import CachedAttention
+from workers.models.self_attention import CachedAttention, attention_spec
 from workers.parallel.group import ParallelGroup
 from workers.weights.load_weights import load_weights
 

@@ -15,7 +15,7 @@ from workers.layers.weight import CompositeLayer, Layer, Placement
 from workers.models.decoder_layer import decoder_layer_class, make_norm
 from workers.models.fused_layers import FusedLayers, LayerTail, reserve_sums
 from workers.models.score_head import ScoreHead
-from workers.models.step_attention import CachedAttention, SelectedAttention, StepAttention
+from workers.models.self_attention import CachedAttention, SelectedAttention, StepAttention
 from workers.parallel.group import ParallelGroup, SoloGroup
 
 if TYPE_CHECKING:

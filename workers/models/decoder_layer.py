@@ -12,7 +12,7 @@ from workers.layers.experts import ExpertLayer
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from workers.layers.weight import CompositeLayer, Layer, Placement
-from workers.models.self_attention import DecoderSelfAttention
+from workers.models.self_attention import DecoderSelfAttention, StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig, NormKind
     from pagedray.rank_roofline import WeightWork
     from workers.layers.rope import Rotation
-    from workers.models.step_attention import StepAttention
 
 __all__ = ["DecoderLayer", "decoder_layer_class", "make_norm"]
 

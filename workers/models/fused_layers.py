@@ -19,7 +19,7 @@ from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP
 from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
-from workers.models.step_attention import SelectedAttention, StepAttention
+from workers.models.self_attention import DecoderSelfAttention, SelectedAttention, StepAttention
 from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from workers.layers.linear_kernel import LinearKernel
     from workers.layers.norm import Norm
     from workers.layers.rope import Rotation
-    from workers.models.self_attention import DecoderSelfAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["FusedLayers", "FusedNorm", "LayerTail", "reserve_sums"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pagedray.rank_progress import Phase
-from workers.models.step_attention import CachedAttention
+from workers.models.self_attention import CachedAttention
 from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
 
 if TYPE_CHECKING:

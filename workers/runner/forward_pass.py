@@ -13,7 +13,7 @@ from attention.abstract import (
     AttentionMetadataBuilder,
     AttentionState,
 )
-from workers.models.step_attention import CachedAttention, SelectedAttention
+from workers.models.self_attention import CachedAttention, SelectedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ import torch
 
 from attention.abstract import AttentionInputs, AttentionMetadata, AttentionMetadataBuilder
 from pagedray.rank_progress import Phase
-from workers.models.step_attention import HeadInputs, StepAttention
+from workers.models.self_attention import HeadInputs, StepAttention
 from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
 
 if TYPE_CHECKING:

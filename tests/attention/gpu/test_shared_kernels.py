@@ -16,7 +16,7 @@ from pagedray.model_config import RopeConfig
 from tests.attention.gpu_steps import check_graph_inputs
 from tests.attention.rig import Rig, params_of
 from workers.layers.rope import RotaryEmbedding
-from workers.models.step_attention import CachedAttention, HeadInputs
+from workers.models.self_attention import CachedAttention, HeadInputs
 
 pytest.importorskip("triton")
 

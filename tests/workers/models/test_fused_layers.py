@@ -24,7 +24,7 @@ from tests.workers.reference_cases import CASES
 from workers.embedding_worker import make_worker
 from workers.models import fused_layers
 from workers.models.decoder import Decoder
-from workers.models.step_attention import HeadInputs, SelectedAttention, StepAttention
+from workers.models.self_attention import HeadInputs, SelectedAttention, StepAttention
 from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.parallel.pending_sum import PendingSum
 from workers.parallel.process_group import make_group

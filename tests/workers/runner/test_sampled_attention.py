@@ -16,8 +16,7 @@ from workers.layers import linear_choice
 from workers.layers.linear_kernel import DenseLinear
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
-from workers.models.self_attention import attention_spec
-from workers.models.step_attention import CachedAttention
+from workers.models.self_attention import CachedAttention, attention_spec
 from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.runner.forward_pass import SampledAttention
 from workers.runner.input_batch import StepInputs
