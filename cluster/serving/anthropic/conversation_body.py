@@ -48,16 +48,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
-__all__ = [
-    "AnthropicTool",
-    "ConversationBody",
-    "CountBody",
-    "MessagesBody",
-    "ModelSupport",
-    "OutputConfig",
-    "joined_texts",
-    "merge_system_messages",
-]
+__all__ = ["CountBody", "MessagesBody", "ModelSupport", "merge_system_messages"]
 
 _COMBINED = ("user", "assistant")
 _ANSWERED = ("tool", "user")

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from cluster.serving.http.endpoint import Json
 
 __all__ = [
-    "INCLUDE",
     "ITEMS",
     "FunctionName",
     "FunctionTool",

@@ -26,7 +26,6 @@ __all__ = [
     "StoreLimits",
     "StoredResponses",
     "StoredTurn",
-    "id_of_response",
     "replica_of",
 ]
 

@@ -55,7 +55,6 @@ __all__ = [
     "UNKNOWN_SERVICE",
     "EntryInterceptor",
     "Health",
-    "MessageReader",
     "enter_call",
     "log_rejection",
     "method_handlers",

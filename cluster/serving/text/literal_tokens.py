@@ -32,8 +32,6 @@ _NUM_NONCE_DIGITS = 39
 _NUM_INDEX_DIGITS = 8
 _NUM_PART_DIGITS = 12
 """Digits of a nonce that no text contains by chance."""
-_CHECK_INTERVAL = 64
-"""Texts between two readings of the clock."""
 
 
 @dataclass(frozen=True, slots=True)

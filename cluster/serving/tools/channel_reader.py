@@ -22,16 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ANSWER_HEADER",
     "CHANNEL_MARK",
-    "END_MARKS",
-    "MAX_HEADER_LENGTH",
-    "MESSAGE_MARK",
-    "START_MARK",
     "ChannelReader",
     "ChannelTexts",
     "ChannelTokens",
-    "begins_header",
     "call_header",
-    "read_header",
 ]
 
 CHANNEL_MARK = "<|channel|>"

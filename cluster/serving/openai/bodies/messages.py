@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
-    "CONTENT_PARTS",
     "CalledFunction",
     "Function",
     "Message",

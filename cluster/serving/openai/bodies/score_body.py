@@ -18,7 +18,7 @@ from cluster.serving.openai.bodies.sampling_fields import (
 )
 from pagedray.errors import InvalidRequestError
 
-__all__ = ["DocumentObject", "EmbeddingBody", "RerankBody", "ScoreBody"]
+__all__ = ["EmbeddingBody", "RerankBody", "ScoreBody"]
 
 _TEXT: dict[str, JsonValue] = {"type": "string", "minLength": 1}
 _TEXTS: dict[str, JsonValue] = {
@@ -123,12 +123,6 @@ class ScoreBody(Body):
             instruction=self.instruction,
             model=self.model,
         )
-
-
-_ENTRIES_AT_ONCE = 256
-
-
-"""Entries checked between two turns of the event loop."""
 
 
 def _texts_of(given: object, name: str) -> list[str]:
