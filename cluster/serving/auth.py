@@ -191,8 +191,6 @@ class Tenant:
 
 
 ANONYMOUS = Tenant(name="", is_admin=True)
-
-
 """The tenant of every call if no keys are required."""
 
 

@@ -458,8 +458,6 @@ class RequestSize:
 
 
 LARGEST = RequestSize()
-
-
 """The limits that no model may exceed."""
 
 

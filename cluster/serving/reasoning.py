@@ -93,8 +93,6 @@ _DETECTED: tuple[ReasoningFormat, ...] = (
     "seed_oss",
     "qwen3",
 )
-
-
 """Formats that are detected in a chat template, the more specific formats first."""
 
 

@@ -465,14 +465,10 @@ _ENDS = (
     "\u2581<EOT>",
     "[MIDDLE]",
 )
-
-
 """Tokens that end the middle, or begin something else after it."""
 
 
 _LEAD = "\u263a"
-
-
 """A character before the suffix, which gets the leading space; its tokens are removed."""
 
 

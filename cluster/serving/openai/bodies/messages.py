@@ -176,8 +176,6 @@ _PART_SCHEMAS: list[JsonValue] = [
 
 
 _ROLES = {"developer": "system", "function": "tool"}
-
-
 """Roles that chat templates know by another name."""
 
 
