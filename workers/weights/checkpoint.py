@@ -21,8 +21,13 @@ from pagedray.text import pluralize
 from pagedray.weight_format import CacheScales
 from workers.layers.formats.fp8_weight import quantized_rows
 from workers.layers.formats.mxfp4 import SCALE
-from workers.weights.gguf_tensors import GgufModel, gguf_link
-from workers.weights.tensor_entries import ITEM_BYTES, TensorEntry, read_entries, shown_name
+from workers.weights.tensor_entries import (
+    ITEM_BYTES,
+    TensorEntry,
+    gguf_link,
+    read_entries,
+    shown_name,
+)
 from workers.weights.tensor_reader import FileRange, TensorReader, tensor_digest
 
 if TYPE_CHECKING:
@@ -229,7 +234,12 @@ class Checkpoint:
 
 def _entries(folder: Path) -> Mapping[str, TensorEntry]:
     gguf = gguf_link(folder)
-    return read_entries(folder) if gguf is None else GgufModel.read(gguf).entries()
+    if gguf is None:
+        return read_entries(folder)
+    # The library is imported only for such a folder.
+    from workers.weights.gguf_tensors import GgufModel
+
+    return GgufModel.read(gguf).entries()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +21,12 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from pagedray.errors import CheckpointError
+from workers.weights.tensor_entries import GGUF_SHARD
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["SHARD", "GgufFile", "GgufTensor", "Value", "shard_paths"]
+__all__ = ["GgufFile", "GgufTensor", "Value", "shard_paths"]
 
 Value = bool | int | float | str | list[str] | np.ndarray
 """A value of the metadata; arrays of numbers are NumPy arrays."""
@@ -48,8 +48,6 @@ _NUMBERS: Mapping[int, np.dtype[np.generic]] = {
     GGUFValueType.FLOAT64: np.dtype("<f8"),
     GGUFValueType.BOOL: np.dtype("?"),
 }
-SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$")
-"""The name of one of several files: the name of the model, the file's number, and their number."""
 _LENGTH: Final = struct.Struct("<Q")
 
 
@@ -106,7 +104,7 @@ def shard_paths(path: Path) -> list[Path]:
 
     Raises CheckpointError if `path` is not the first shard, or a shard is missing.
     """
-    match = SHARD.fullmatch(path.name)
+    match = GGUF_SHARD.fullmatch(path.name)
     if match is None:
         return [path]
     stem, number, count = match[1], int(match[2]), int(match[3])

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-__all__ = ["GROUP_SIZE", "LINK", "GgufEntry", "GgufModel", "gguf_link"]
+__all__ = ["GROUP_SIZE", "GgufEntry", "GgufModel"]
 
 GROUP_SIZE = 32
 """Inputs that share a scale in Q4_0 and Q8_0."""
-LINK = "model.gguf"
-"""A link to the GGUF file in a folder of files that were made from its metadata."""
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _KEPT_BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q8_0: 8}
 _PER_WORD = 8
@@ -110,7 +108,6 @@ class GgufEntry(TensorEntry):
 
     @property
     def row_step(self) -> int:
-        """Rows that have to be read together."""
         return self.head_size or 1
 
     def converted(self, stored: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -285,9 +282,3 @@ def _kept_entries(layer: str, entry: GgufEntry, num_bits: int) -> Iterator[tuple
         return
     shape = (out_size, in_size // _PER_WORD)
     yield f"{layer}.weight_packed", replace(entry, part="numbers", dtype="I32", shape=shape)
-
-
-def gguf_link(folder: Path) -> Path | None:
-    """Return the GGUF file that has the tensors of a folder, if any."""
-    link = folder / LINK
-    return link.resolve() if link.is_symlink() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,20 @@ from pagedray.files import check_is_no_pointer, has_file, has_path
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    import numpy as np
+    import torch
+
     from pagedray.model_config import Dtype
 
 __all__ = [
+    "GGUF_LINK",
+    "GGUF_SHARD",
     "ITEM_BYTES",
     "TensorEntry",
     "common_dtype",
     "first_line",
     "folder_dtype",
+    "gguf_link",
     "read_entries",
     "shown_name",
     "weight_files",
@@ -48,6 +55,10 @@ _DTYPES: Mapping[str, Dtype] = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
+GGUF_LINK = "model.gguf"
+"""A link to the GGUF file in a folder of files that were made of its metadata."""
+GGUF_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$")
+"""A name of one of several files: the name of the model, the number of the file, and of files."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
@@ -71,6 +82,15 @@ class TensorEntry:
     def row_bytes(self) -> int:
         """Bytes of a row of the first dimension."""
         return math.prod(self.shape[1:]) * ITEM_BYTES.get(self.dtype, 0)
+
+    @property
+    def row_step(self) -> int:
+        """Rows that have to be read together to convert them; 0 if values are used as stored."""
+        return 0
+
+    def converted(self, stored: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
+        """Return the values of whole rows; only if `row_step` is not 0."""
+        raise NotImplementedError
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
@@ -119,6 +139,12 @@ def _entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     if not has_path(folder / _INDEX):
         raise CheckpointError(f"No {_SINGLE} or {_INDEX} found in {folder}.")
     return _entries_of_index(folder)
+
+
+def gguf_link(folder: Path) -> Path | None:
+    """Return the GGUF file that has the tensors of a folder, if any."""
+    link = folder / GGUF_LINK
+    return link.readlink() if link.is_symlink() else None
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:

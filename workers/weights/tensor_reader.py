@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from pagedray.errors import CheckpointError
-from workers.weights.gguf_tensors import GgufEntry
 from workers.weights.tensor_entries import ITEM_BYTES, TensorEntry
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class TensorReader:
         target's GPU, or else in memory that the next chunk overwrites. `part` has a slice for each
         dimension, at least one. Raises OSError, and CheckpointError if the file has become shorter.
         """
-        if isinstance(entry, GgufEntry):
+        if entry.row_step:
             return self._converted_chunks(entry, part)
         columns = _columns(entry, part)
         memory = None if target is None else _bytes_of(target, entry, columns)
@@ -170,7 +169,7 @@ class TensorReader:
                 yield rows, whole_rows[(slice(None), *part[1:])]
 
     def _converted_chunks(
-        self, entry: GgufEntry, part: tuple[slice, ...]
+        self, entry: TensorEntry, part: tuple[slice, ...]
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield chunks of whole rows, converted on the CPU."""
         step = entry.row_step

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pagedray import SamplingParams
+from pagedray.errors import CheckpointError
+from tests.downloads.small_hub import SmallHub
 from tests.greedy import local_llm
 from tests.small_models.checkpoints import greedy_continuations
+from workers.hub.gguf_folder import files_of
+from workers.hub.locate import locate_model
+from workers.hub.model_name import HubSettings
+from workers.weights.gguf_tensors import GgufModel
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 # Positions of the float16 scales in a block of the types that `gguf` cannot quantize to.
@@ -99,12 +106,14 @@ def save_hf_model(folder: Path, family: str, more: dict[str, Any]) -> dict[str, 
     return load_file(folder / "model.safetensors")
 
 
-def write_gguf(path: Path, folder: Path, architecture: str, type_name: str) -> None:
+def write_gguf(
+    path: Path, folder: Path, architecture: str, type_name: str, *, split_max_tensors: int = 0
+) -> None:
     """Convert a model to a GGUF file as llama.cpp does; the folder gets the dequantized weights."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     stored_name = "llama" if architecture == "mixtral" else architecture
-    writer = gguf.GGUFWriter(path, stored_name)
+    writer = gguf.GGUFWriter(path, stored_name, split_max_tensors=split_max_tensors)
     write_metadata(writer, config, stored_name)
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[stored_name], config["num_hidden_layers"])
@@ -199,6 +208,73 @@ def check_equal(tmp_path: Path, architecture: str, type_name: str) -> None:
         assert generation.logprobs is not None
         found = [next(iter(position.values())).logprob for position in generation.logprobs]
         assert found == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_shards_are_read_as_one_model(tmp_path: Path) -> None:
+    folder = tmp_path / "transformers"
+    save_hf_model(folder, *MODELS["llama"])
+    write_gguf(tmp_path / "tiny.gguf", folder, "llama", "Q8_0", split_max_tensors=8)
+    first, second, *_ = sorted(tmp_path.glob("tiny-*.gguf"))
+    model = GgufModel.read(first)
+    assert len(model.tensors) == 2 * 9 + 3
+    assert len({tensor.path for tensor in model.tensors.values()}) == 3
+    with local_llm(first, dtype="float32", num_blocks=64) as llm:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        output = llm.generate([[5, 9, 130]], sampling, use_tqdm=False)[0]
+    assert (
+        list(output.outputs[0].token_ids) == greedy_continuations(folder, [[5, 9, 130]], 12)[0][0]
+    )
+    with pytest.raises(CheckpointError, match="is shard 2; give the first of 3 shards"):
+        GgufModel.read(second)
+    second.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        GgufModel.read(first)
+
+
+def test_the_file_of_a_hub_repository_is_named_by_a_part_of_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "transformers"
+    family, more = MODELS["llama"]
+    save_hf_model(folder, family, more)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, folder, "llama", "Q8_0")
+    content = path.read_bytes()
+    with SmallHub() as hub:
+        settings = HubSettings(endpoint=hub.url, cache=tmp_path / "hub", retry_s=0.01)
+        hub.push(
+            "org/tiny-GGUF", {"tiny-Q8_0.gguf": content, "tiny-Q4_0.gguf": b"", "README.md": b""}
+        )
+        located = locate_model("org/tiny-GGUF:q8_0", settings=settings)
+        assert located.gguf == "tiny-Q8_0.gguf"
+        assert (located.folder / "model.gguf").read_bytes() == content
+        config = json.loads((located.folder / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        for name in ("org/tiny-GGUF", "org/tiny-GGUF:Q", "org/tiny-GGUF:Q6_K"):
+            with pytest.raises(
+                CheckpointError, match=r"files are tiny-Q4_0\.gguf, tiny-Q8_0\.gguf"
+            ):
+                locate_model(name, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("tokenizer.ggml.pre", "unheard-of", "pre 'unheard-of' is not supported"),
+        ("tokenizer.ggml.model", "t5", "model 't5' is not supported"),
+        ("general.architecture", "rwkv7", "architecture 'rwkv7' is not supported in GGUF"),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_refused(
+    tmp_path: Path, key: str, value: str, problem: str
+) -> None:
+    folder = tmp_path / "transformers"
+    save_hf_model(folder, *MODELS["llama"])
+    path = tmp_path / "model.gguf"
+    write_gguf(path, folder, "llama", "F32")
+    model = GgufModel.read(path)
+    changed = replace(model, metadata={**model.metadata, key: value})
+    with pytest.raises(CheckpointError) as error:
+        files_of(changed)
+    assert problem in str(error.value)
 
 
 @pytest.fixture(autouse=True)

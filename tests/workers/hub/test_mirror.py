@@ -258,6 +258,8 @@ def test_a_name_is_a_bucket_and_a_prefix() -> None:
         ("a/b_c.d@v1.0", HubName("a/b_c.d", "v1.0")),
         ("a/b@refs/pr/1", HubName("a/b", "refs/pr/1")),
         (f"a/b@{COMMIT}", HubName("a/b", COMMIT)),
+        ("a/b-GGUF:Q4_K_M", HubName("a/b-GGUF", "main", "Q4_K_M")),
+        ("a/b-GGUF:Q8_0@v1", HubName("a/b-GGUF", "v1", "Q8_0")),
     ],
 )
 def test_name_with_one_slash_is_a_hub_id(model: str, expected: HubName) -> None:
