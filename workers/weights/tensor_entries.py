@@ -19,9 +19,6 @@ from pagedray.files import check_is_no_pointer, has_file, has_path
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    import numpy as np
-    import torch
-
     from pagedray.model_config import Dtype
 
 __all__ = [
@@ -88,7 +85,8 @@ class TensorEntry:
         """Rows that have to be read together to convert them; 0 if values are used as stored."""
         return 0
 
-    def converted(self, stored: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
+    # Any: an array of NumPy and a tensor of torch, which this module does not import.
+    def converted(self, stored: Any) -> Any:
         """Return the values of whole rows; only if `row_step` is not 0."""
         raise NotImplementedError
 
