@@ -195,11 +195,10 @@ def _ask_over_http(port: int, first_answer: str) -> None:
             response_format={"type": "json_schema", "json_schema": schema},
         )
         text = answer.choices[0].message.content
+        if answer.choices[0].finish_reason == "stop":
+            # On one line.
+            text = json.dumps(json.loads(text))
         print(f"\n> {question}\n{text}\n  [HTTP, JSON schema: {seconds}]")
-        if answer.choices[0].finish_reason == "stop" and set(json.loads(text)) != set(
-            PERSON["required"]
-        ):
-            raise DemoError("The answer does not match the schema.")
 
         question = "What is the weather in Paris?"
         answer, seconds = ask(
