@@ -68,7 +68,6 @@ def locate_model(
     if not isinstance(name, HubName) and not is_gguf(name):
         return LocatedModel(name)
     # GGUF files are read with torch, and importing torch takes seconds.
-    from workers.hub.gguf_folder import gguf_file, gguf_folder, gguf_shards
 
     if not isinstance(name, HubName):
         path = name.expanduser().absolute()
@@ -205,8 +204,6 @@ def with_local_weights(
     if config.load_format == "dummy" or (hub is None and gguf is None):
         return config
     if gguf is not None:
-        from workers.hub.gguf_folder import gguf_folder, gguf_shards
-
         path = Path(gguf)
         if hub is not None:
             path = fetch_files(hub, _gguf_shards(hub, gguf), report_progress) / gguf
