@@ -65,11 +65,9 @@ def locate_model(
     replaces the cache of the environment, on every node. Raises CheckpointError.
     """
     name = parse_model(model)
-    if not isinstance(name, HubName) and not is_gguf(name):
-        return LocatedModel(name)
-    # GGUF files are read with torch, and importing torch takes seconds.
-
     if not isinstance(name, HubName):
+        if not is_gguf(name):
+            return LocatedModel(name)
         path = name.expanduser().absolute()
         return LocatedModel(_gguf_folder(path), gguf=str(path))
     if cache is not None:
@@ -131,7 +129,7 @@ def _gguf_shards(hub: HubRevision, first: str) -> list[str]:
 
 
 def _gguf_folder(path: Path) -> Path:
-    # Its libraries are imported only for GGUF files.
+    # Importing its libraries, with torch, takes seconds.
     from workers.hub.gguf_folder import gguf_folder
 
     return gguf_folder(path)
