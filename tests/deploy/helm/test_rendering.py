@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig
 
 from cluster.serving.ray_serve.deployment import deployment_options
 from cluster.serving.ray_serve.options import read_arguments
-from tests.deploy.helm.chart import VALUES, needs_helm, render_chart
+from tests.deploy.helm.chart import VALUES, needs_helm, render_chart, run_helm
 from tests.deploy.kustomize import DEPLOY, overlay, render, seconds_of, write_overlay
 from tests.deploy.network.policies import Peer, admits
 from tests.deploy.rules.operator_rules import operator_errors
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest
 
 pytestmark = needs_helm
-
 _HUB = {"model": "Qwen/Qwen3-8B"}
 _COMPONENTS: dict[str, Manifest] = {
     "gpu-node": {
@@ -40,6 +39,12 @@ _COMPONENTS: dict[str, Manifest] = {
     "upgrade-in-place": {"upgrade": {"strategy": "None"}},
     "rdma": {"worker": {"rdmaResource": "rdma/rdma_shared_device_a"}},
     **{name: {"gangScheduler": {"name": name}} for name in ("kueue", "volcano", "kai-scheduler")},
+}
+_MAX_LABEL = 63
+"""Of labels, Services and Jobs, which are a label of their pods."""
+_NODES: Manifest = {
+    "nodeSelector": {"pool": "small"},
+    "tolerations": [{"key": "small", "operator": "Exists", "effect": "NoSchedule"}],
 }
 
 
@@ -348,3 +353,146 @@ def _job_pod(manifests: list[Manifest]) -> Manifest:
 
 def _environment(container: Manifest) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container["env"]}
+
+
+def test_the_longest_name_fits_everywhere() -> None:
+    changes = {
+        "autoscaler": {"idleTimeoutSeconds": 60},
+        "gateway": {"enabled": True, "name": "one", "inferencePool": {"enabled": True}},
+        "maxReplicas": 2,
+        "monitoring": {"enabled": True},
+    }
+    for manifest in render_chart(None, _HUB | changes, release="p" * 47):
+        metadata = manifest["metadata"]
+        assert len(metadata["name"]) <= _MAX_LABEL, manifest["kind"]
+        assert all(len(one) <= _MAX_LABEL for one in metadata.get("labels", {}).values())
+
+
+@pytest.mark.parametrize("name", ["p" * 48, "1p", "p.q"])
+def test_helm_rejects_a_name_that_kuberay_would_reject(name: str) -> None:
+    assert "at most 47 lowercase letters" in run_helm(None, _HUB, release=name).stderr
+
+
+def test_the_head_and_the_job_have_nodes_of_their_own() -> None:
+    manifests = render_chart(None, _HUB | {"head": _NODES})
+    for manifest in manifests:
+        check(manifest)
+    head, worker, job = _pods(manifests)
+    for pod in (head, job):
+        assert {name: pod[name] for name in _NODES} == _NODES
+    assert "nodeSelector" not in worker
+    assert worker["tolerations"] != _NODES["tolerations"]
+
+
+def test_by_default_they_run_anywhere() -> None:
+    head, _, job = _pods(render_chart(None, _HUB))
+    for pod in (head, job):
+        assert not _NODES.keys() & pod.keys()
+
+
+def test_a_field_that_tolerations_do_not_have_is_rejected() -> None:
+    run = run_helm(None, _HUB | {"head": {"tolerations": [{"kee": "small"}]}})
+    assert run.returncode != 0
+    assert "head.tolerations.0" in run.stderr
+
+
+def _pods(manifests: list[Manifest]) -> tuple[Manifest, Manifest, Manifest]:
+    """Return the pods of the head, of the workers and of the Job."""
+    by_kind = {one["kind"]: one.get("spec", {}) for one in manifests}
+    cluster = by_kind["RayService"]["rayClusterConfig"]
+    [group] = cluster["workerGroupSpecs"]
+    templates = (cluster["headGroupSpec"], group, by_kind["Job"])
+    head, worker, job = (one["template"]["spec"] for one in templates)
+    return head, worker, job
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({}, "model"),
+        ({"model": "/models/../etc"}, "model"),
+        (_HUB | {"replicas": 1.5}, "replicas"),
+        (_HUB | {"gpusPerHost": -1}, "gpusPerHost"),
+        (_HUB | {"hfToken": "hf_secret"}, "hfToken"),
+        (_HUB | {"arguments": {"num_block": 1}}, "num_block"),
+        (_HUB | {"tensorParallelSize": 12, "gpusPerHost": 8}, "12 ranks"),
+        (_HUB | {"storage": {"accessMode": "ReadOnlyMany"}}, "storage.accessMode"),
+        (_HUB | {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}}, "autoscaler"),
+        (
+            _HUB
+            | {
+                "maxReplicas": 2,
+                "upgrade": {
+                    "strategy": "NewClusterWithIncrementalUpgrade",
+                    "incremental": {"gatewayClassName": "a", "maxSurgePercent": 20},
+                },
+            },
+            "stepSizePercent: KubeRay rejects 25",
+        ),
+        (_HUB | {"gcs": {"faultTolerance": "rocksdb"}}, "GCSFaultToleranceEmbeddedStorage"),
+        (_HUB | {"gateway": {"enabled": True}}, "gateway.name"),
+        (_HUB | {"gateway": {"inferencePool": {"enabled": True}}}, "it needs gateway.enabled"),
+        (
+            _HUB
+            | {
+                "maxReplicas": 2,
+                "gateway": {"enabled": True, "name": "one"},
+                "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"},
+            },
+            "has none for gRPC",
+        ),
+        (
+            _HUB | {"maxReplicas": 2, "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}},
+            "needs a GatewayClass",
+        ),
+        (_HUB | {"maxReplicas": 1, "replicas": 2}, "maxReplicas: it must be 0"),
+        ({"model": "/models"}, "model: write a folder below /models"),
+        (_HUB | {"graceSeconds": 100}, "graceSeconds: 100"),
+        ({"model": "a b"}, "model"),
+        ({"model": "/models/'x'"}, "model"),
+        (_HUB | {"worker": {"cpu": 8}}, "worker.cpu"),
+        (_HUB | {"worker": {"nodeSelector": {"gpu": False}}}, "worker.nodeSelector.gpu"),
+        (_HUB | {"download": {"token": "hf_secret"}}, "token"),
+        (_HUB | {"storage": {"image": "a:1"}}, "would be downloaded, but storage.image"),
+        (
+            {"model": "/models/a", "storage": {"image": "a:1", "existingClaim": "b"}},
+            "two sources",
+        ),
+        ({"model": "/opt/a", "storage": {"image": "a:1"}}, "is not in storage.image"),
+        (_HUB | {"storage": {"subPath": "/a"}}, "storage.subPath"),
+        (_HUB | {"storage": {"subPath": "a/../b"}}, "storage.subPath"),
+        ({"model": "/opt/a", "storage": {"subPath": "a"}}, "storage.subPath: nothing would use it"),
+        ({"model": "/opt/a", "storage": {"existingClaim": "a"}}, "storage.existingClaim: nothing"),
+        (
+            {"model": "/models/a", "storage": {"image": "a:1", "subPath": "b"}},
+            "storage.subPath: it is a folder of a claim",
+        ),
+        (
+            _HUB | {"storage": {"existingClaim": "a", "storageClassName": "b"}},
+            "storage.storageClassName: it is for a claim",
+        ),
+    ],
+)
+def test_helm_rejects_values(changes: Manifest, error: str) -> None:
+    run = run_helm(None, changes)
+    assert run.returncode != 0
+    assert error in run.stderr
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("image: {tag: 08}", "image.tag"),
+        ("image: {tag: 0.10}", "image.tag"),
+        ("image: {tag: 1:30}", "image.tag"),
+        ("worker: {cpu: 08}", "worker.cpu"),
+        ("worker: {nodeSelector: {gpu: yes}}", "worker.nodeSelector.gpu"),
+        ("storage: {storageClassName: no}", "storage.storageClassName"),
+        ("gangScheduler: {queue: off}", "gangScheduler.queue"),
+    ],
+)
+def test_helm_rejects_text_that_yaml_reads_as_something_else(text: str, path: str) -> None:
+    run = run_helm(None, f"model: a/b\n{text}\n")
+    assert run.returncode != 0
+    assert f"- {path}: " in run.stderr
