@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -13,8 +14,10 @@ import grpc
 import httpx
 import openai
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from cluster.serving.auth import Authenticator
+from cluster.serving.auth import Authenticator, digest_of
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontend_options import FrontendOptions
 from cluster.serving.frontends import Frontends
@@ -24,7 +27,6 @@ from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig
 from pagedray.model_config import ModelConfig
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.checkpoint import TEXT, write_tokenizer
 from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -35,6 +37,55 @@ if TYPE_CHECKING:
     from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.tls import CertificateStore
     from pagedray.request import Request
+
+__all__ = ["TEXT", "wait_until", "write_tokenizer"]
+
+TEXT = "The quick brown fox says h\u00e9llo \u4f60\u597d \U0001f642 to everyone. "
+SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('The system speaks first.') }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def write_tokenizer(
+    folder: Path,
+    *,
+    vocab_size: int = 300,
+    special_tokens: Sequence[str] = (),
+    template: str | None = None,
+) -> None:
+    """Write a byte-level tokenizer with few merges, whose characters span tokens.
+
+    `special_tokens` follow those of every test; `template` is that of its own file.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["The quick brown fox says to everyone. "] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+
 
 CONTEXT = 256
 VOCAB_SIZE = 320
@@ -223,3 +274,26 @@ def openai_client(server: Server) -> Iterator[openai.OpenAI]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url) as client:
         yield client
+
+
+async def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    """Return once the condition holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "It did not happen in time."
+        await asyncio.sleep(0.002)
+
+
+def limited_tenants(tmp_path: Path) -> Authenticator:
+    """Return the keys of ann, who has limits, ben, who has a weight, and root, an admin."""
+
+    def entry(name: str, more: str = "") -> str:
+        return f'[tenants.{name}]\nkeys = ["sha256:{digest_of(name).hex()}"]\n{more}\n'
+
+    path = tmp_path / "keys.toml"
+    limits = "max_requests = 2\nmax_tokens = 100"
+    path.write_text(
+        entry("ann", limits) + entry("ben", "weight = 3") + entry("root", "is_admin = true")
+    )
+    path.chmod(0o600)
+    return Authenticator(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,10 @@ from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.config import KernelReport
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request
+from tests.fakes import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     import numpy as np
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from cluster.engine.embedding_scheduler import EmbeddingRequest
     from cluster.serving.engine_client import EngineClient
     from pagedray.errors import EngineError, PagedRayError
+    from tests.serving.conftest import Server
 
-__all__ = ["FakeEngine"]
+__all__ = ["FakeEngine", "failing_sequence"]
 
 
 @dataclass(eq=False)
@@ -248,3 +250,28 @@ def _prompt_logprobs(request: Request) -> tuple[PromptLogprobs, ...]:
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     others = [token_id, *(100 + number for number in range(num_top))][:num_top]
     return TokenLogprobs(-0.5, others, [-0.5 - number for number in range(num_top)])
+
+
+@contextmanager
+def failing_sequence(
+    server: Server, *token_ids: int, error: str = "", is_lethal: bool = False
+) -> Iterator[None]:
+    """Let the first sequence of the next request fail after some tokens, all in one step."""
+    server.engine.is_paused = True
+    submitted = server.engine.log.submitted
+
+    def fail() -> None:
+        wait_for(lambda: bool(submitted))
+        request_id = submitted[0].id
+        events = [TokenEvent(request_id, 0, (token_id,)) for token_id in token_ids]
+        end = TokenEvent(
+            request_id, 0, finish_reason=FinishReason.ERROR, error=error, is_lethal=is_lethal
+        )
+        server.client.publish([*events, end])
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

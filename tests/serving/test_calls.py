@@ -26,7 +26,7 @@ from pagedray.batch import TokenLogprobs
 from pagedray.errors import DeadlineError, EngineError, OverloadedError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

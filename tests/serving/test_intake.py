@@ -31,7 +31,7 @@ from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 from tests.serving.ray_serve.test_frontends import Context
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:

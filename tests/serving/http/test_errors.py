@@ -19,7 +19,7 @@ from cluster.serving.http_app import build_http_app
 from pagedray.errors import LethalRequestError, OverloadedError, WorkerError
 from tests.fakes import wait_for
 from tests.serving.conftest import CONTEXT
-from tests.serving.failing_sequence import failing_sequence
+from tests.serving.fake_engine import failing_sequence
 from tests.serving.http.raw_requests import CHUNKED, HOST, JSON_HEAD, connect, read_to_end
 
 if TYPE_CHECKING:

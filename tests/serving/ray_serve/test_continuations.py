@@ -13,7 +13,7 @@ from cluster.serving.auth import ANONYMOUS
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from pagedray.errors import EngineError
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.checkpoint import TEXT
+from tests.serving.conftest import TEXT
 from tests.serving.openai.test_tools import ASK, AUTO, TEMPLATE, TOOLS
 from tests.serving.ray_serve.failing_replicas import (
     FailingReplicas,

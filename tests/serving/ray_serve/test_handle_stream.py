@@ -20,7 +20,7 @@ from cluster.serving.ray_serve.options import MessagePace
 from cluster.serving.ray_serve.replica_calls import ReplicaDiedError
 from cluster.serving.ray_serve.router import HandleRequest, HandleStream
 from pagedray.errors import DeadlineError, EngineError, InvalidRequestError
-from tests.serving.checkpoint import TEXT
+from tests.serving.conftest import TEXT
 from tests.serving.ray_serve.failing_replicas import Replica
 from tests.virtual_time import pass_time
 

@@ -21,7 +21,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.load.mutated_bodies import mutate_over_grpc, mutate_over_http
 from tests.load.request_bodies import json_bodies
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

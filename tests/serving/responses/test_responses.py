@@ -28,7 +28,7 @@ from pagedray.request import FinishReason
 from pagedray.sampling_params import Structure
 from tests.serving.conftest import Server
 from tests.serving.responses.response_calls import CALL, OUTPUT, SPACE, TEMPLATE, TOOL, USE, posted
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

@@ -31,7 +31,7 @@ from tests.serving.resume.stream_calls import (
     rest,
     resumption,
 )
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:

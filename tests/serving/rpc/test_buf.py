@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.serving.checkpoint import TEXT
+from tests.serving.conftest import TEXT
 
 if TYPE_CHECKING:
     from tests.serving.conftest import Server

@@ -28,10 +28,10 @@ from tests.hostile.http2 import (
     call_headers,
     frame,
 )
-from tests.serving.checkpoint import TEXT
-from tests.serving.failing_sequence import failing_sequence
+from tests.serving.conftest import TEXT
+from tests.serving.fake_engine import failing_sequence
 from tests.serving.grpc_frontend import grpc_frontend
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 from tests.virtual_time import pass_time
 
 if TYPE_CHECKING:

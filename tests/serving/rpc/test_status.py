@@ -23,7 +23,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import CONTEXT
 from tests.serving.grpc_frontend import grpc_frontend, status_of_call
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -23,7 +23,7 @@ from cluster.serving.text.text_stream import (
 from pagedray.batch import TokenLogprobs
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.serving.checkpoint import TEXT
+from tests.serving.conftest import TEXT
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer

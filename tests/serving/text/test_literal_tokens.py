@@ -23,7 +23,7 @@ from cluster.cli.commands import main
 from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt, MessageToolCall
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError, InvalidRequestError
-from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import write_tokenizer
 from tests.serving.text.sentencepiece_folder import train_sentencepiece, write_sentencepiece
 from tests.system.server_process import TINY_LLAMA
 

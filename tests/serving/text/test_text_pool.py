@@ -19,7 +19,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 from tests.thread_limit import no_more_threads
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from cluster.serving.reasoning import reasoning_of
 from pagedray.errors import EngineError
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
-from tests.serving.waiting import wait_until
+from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
