@@ -16,8 +16,7 @@ from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.conftest import write_tokenizer
-from tests.serving.conftest import Server
+from tests.serving.conftest import Server, write_tokenizer
 from tests.serving.test_messages import TEMPLATE
 from tests.serving.text.sentencepiece_folder import write_sentencepiece
 

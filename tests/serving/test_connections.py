@@ -32,8 +32,7 @@ from cluster.serving.servicer import Servicer
 from cluster.serving.tls import CertificateStore, TlsFiles, certificate_store
 from pagedray.errors import DeviceError, StartupError
 from tests.serving.certificates import Authority
-from tests.serving.conftest import engine_config
-from tests.serving.conftest import wait_until
+from tests.serving.conftest import engine_config, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

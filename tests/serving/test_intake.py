@@ -27,11 +27,10 @@ from cluster.serving.ray_serve.options import MessagePace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.conftest import engine_config
+from tests.serving.conftest import engine_config, wait_until
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 from tests.serving.ray_serve.test_frontends import Context
-from tests.serving.conftest import wait_until
 from tests.virtual_time import in_virtual_time
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pydantic_core import from_json
 from cluster.serving.anthropic.conversation_body import merge_system_messages
 from cluster.serving.text.chat_template import ChatTemplate
 from cluster.serving.text.template_arguments import ChatMessage
-from tests.serving.conftest import TEXT
-from tests.serving.conftest import Server
+from tests.serving.conftest import TEXT, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

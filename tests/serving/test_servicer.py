@@ -27,10 +27,8 @@ from pagedray.errors import (
 )
 from pagedray.request import FinishReason
 from pagedray.sampling_params import Structure
-from tests.serving.conftest import encoder_config, engine_config
+from tests.serving.conftest import encoder_config, engine_config, limited_tenants, wait_until
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.conftest import limited_tenants
-from tests.serving.conftest import wait_until
 from tests.virtual_time import pass_time
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.serving.certificates import Authority
-from tests.serving.conftest import Server, engine_config
-from tests.serving.conftest import wait_until
+from tests.serving.conftest import Server, engine_config, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,10 +23,8 @@ from cluster.serving.http_app import build_http_app
 from cluster.serving.intake import BufferLimits, OutputBuffers
 from cluster.serving.openai.response_choice import CompleteChoice
 from cluster.serving.servicer import Servicer
-from tests.serving.conftest import TEXT, write_tokenizer
-from tests.serving.conftest import engine_config
+from tests.serving.conftest import TEXT, engine_config, wait_until, write_tokenizer
 from tests.serving.http.raw_requests import post
-from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,9 +26,8 @@ from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.request import FinishReason
 from pagedray.sampling_params import Structure
-from tests.serving.conftest import Server
+from tests.serving.conftest import Server, wait_until
 from tests.serving.responses.response_calls import CALL, OUTPUT, SPACE, TEMPLATE, TOOL, USE, posted
-from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

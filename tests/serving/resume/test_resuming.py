@@ -19,6 +19,7 @@ from pagedray.errors import OverloadedError, StreamTakenError, UnknownStreamErro
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.fakes import wait_for
 from tests.load.measured_server import write_keys
+from tests.serving.conftest import wait_until
 from tests.serving.resume.conftest import GRACE_S
 from tests.serving.resume.stream_calls import (
     MANY,
@@ -31,7 +32,6 @@ from tests.serving.resume.stream_calls import (
     rest,
     resumption,
 )
-from tests.serving.conftest import wait_until
 from tests.virtual_time import in_virtual_time, pass_time
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from cluster.serving.rpc.methods import HEALTH, Health
 from cluster.serving.tls import CertificateStore, TlsFiles
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.certificates import Authority, Issued
-from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 from tests.serving.conftest import wait_until
+from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -28,8 +28,7 @@ from pagedray.request import FinishReason
 from pagedray.sampling_params import Structure
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.conftest import TEXT
-from tests.serving.conftest import engine_config
+from tests.serving.conftest import TEXT, engine_config
 from tests.serving.grpc_frontend import status_of_call
 
 if TYPE_CHECKING:

@@ -28,10 +28,9 @@ from tests.hostile.http2 import (
     call_headers,
     frame,
 )
-from tests.serving.conftest import TEXT
+from tests.serving.conftest import TEXT, wait_until
 from tests.serving.fake_engine import failing_sequence
 from tests.serving.grpc_frontend import grpc_frontend
-from tests.serving.conftest import wait_until
 from tests.virtual_time import pass_time
 
 if TYPE_CHECKING:

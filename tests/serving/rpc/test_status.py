@@ -21,9 +21,8 @@ from pagedray import errors
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.conftest import CONTEXT
+from tests.serving.conftest import CONTEXT, wait_until
 from tests.serving.grpc_frontend import grpc_frontend, status_of_call
-from tests.serving.conftest import wait_until
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

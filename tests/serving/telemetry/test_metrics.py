@@ -14,8 +14,8 @@ from cluster.engine.stats import DurationHistogram
 from cluster.serving.inputs import Arrival, CallOrigin, GenerationInput
 from cluster.serving.telemetry.load_history import LATENCY_BOUNDS_S, LoadRecorder
 from pagedray.errors import InvalidRequestError, OverloadedError, RequestError
-from tests.serving.fake_engine import FakeEngine
 from tests.serving.conftest import wait_until
+from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     import httpx

@@ -17,9 +17,8 @@ from cluster.serving.text.text_pool import TextPool
 from pagedray.errors import OverloadedError, ShuttingDownError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.conftest import engine_config
+from tests.serving.conftest import engine_config, wait_until
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.conftest import wait_until
 from tests.thread_limit import no_more_threads
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import pytest
 from cluster.serving.reasoning import reasoning_of
 from pagedray.errors import EngineError
 from tests.serving.admin.page.chat_page import ChatPage
-from tests.serving.conftest import Server
-from tests.serving.conftest import wait_until
+from tests.serving.conftest import Server, wait_until
 
 if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
