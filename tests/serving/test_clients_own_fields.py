@@ -18,7 +18,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import Server, write_tokenizer
 from tests.serving.test_messages import TEMPLATE
-from tests.serving.text.sentencepiece_folder import write_sentencepiece
+from tests.serving.text.test_literal_tokens import write_sentencepiece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cluster.serving.servicer import GenerationOutput, Servicer
+    from cluster.serving.generation_call import GenerationOutput
+    from cluster.serving.servicer import Servicer
     from cluster.serving.text.tokenizer import Tokenizer
     from tests.serving.conftest import Server
 

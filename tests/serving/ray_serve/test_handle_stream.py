@@ -27,7 +27,7 @@ from tests.virtual_time import pass_time
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-    from cluster.serving.servicer import GenerationOutput
+    from cluster.serving.generation_call import GenerationOutput
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 

@@ -16,11 +16,11 @@ from openai.types.responses import (
 )
 from pydantic import BaseModel, TypeAdapter
 
+from cluster.serving.generation_call import GenerationOutput, Usage
 from cluster.serving.intake import BufferLimits, ReaderLimits
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo
 from cluster.serving.responses.stored_responses import StoreLimits
-from cluster.serving.servicer import GenerationOutput, Usage
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
