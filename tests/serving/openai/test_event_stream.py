@@ -15,11 +15,11 @@ from openai.types.chat import ChatCompletionChunk
 from tokenizers import decoders, models
 
 from cluster.serving.continuation import PROGRESS_KEY
-from cluster.serving.generation_call import GenerationOutput, Usage
 from cluster.serving.openai.chat_format import ChatFormat
 from cluster.serving.openai.event_stream import EventStream
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.openai.response_choice import ResponseOptions, TextOffsets
+from cluster.serving.servicer import GenerationOutput, Usage
 from cluster.serving.text.text_stream import SequenceOutput, TokenBytes
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns

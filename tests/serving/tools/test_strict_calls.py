@@ -20,7 +20,7 @@ from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher, Vocabulary
 from cluster.structured.xgrammar_library import XGrammarLibrary
 from pagedray.errors import InvalidRequestError
-from pagedray.reasoning import Reasoning
+from pagedray.request import Reasoning
 from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:

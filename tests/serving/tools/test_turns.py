@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.serving.anthropic.endpoints import MessagesResponse
-from cluster.serving.generation_call import GenerationOutput, Usage
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo
+from cluster.serving.servicer import GenerationOutput, Usage
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
