@@ -13,7 +13,9 @@ from tests.orphan_guard import guarded_process
 from tests.process_ends import still_running
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_ends_the_server_with_the_demo(number: signal.Signals) -> None:
     command = [sys.executable, "scripts/demo.py", "--tensor-parallel-size=1"]
     with guarded_process(command) as demo:
