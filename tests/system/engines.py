@@ -22,8 +22,8 @@ def open_llm(folder: Path = TINY_LLAMA, **options: Any) -> LLM:
 
     Rounding depends on the batch; in float32 too little to change a greedy token.
     """
-    given = {"executor": "local", "dtype": "float32", "num_threads": 1, **options}
-    return LLM(folder, device="cpu", show_progress=False, **given)
+    given = {"executor": "local", "device": "cpu", "dtype": "float32", "num_threads": 1}
+    return LLM(folder, **{"show_progress": False, **given, **options})
 
 
 # Any: engine options of any type.

@@ -14,6 +14,7 @@ from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.sampling_params import Structure
 from tests.system.engines import open_llm
+from tests.system.server_process import TINY_LLAMA
 
 REGEX = "[a-f]{2,6}-[0-9]{3}"
 ASK = [{"role": "user", "content": "Some things are"}]
@@ -23,14 +24,7 @@ ASK = [{"role": "user", "content": "Some things are"}]
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("reasoning")
     write_reasoning_model(folder)
-    options: dict[str, Any] = {  # Any: options of all types
-        "device": "cpu",
-        "num_threads": 1,
-        "show_progress": False,
-        "max_model_len": 512,
-        "structure_compile_s": 20.0,
-    }
-    with open_llm(folder, **options) as llm:
+    with open_llm(folder, max_model_len=512, structure_compile_s=20.0) as llm:
         yield llm
 
 
@@ -151,7 +145,6 @@ def test_prompt_may_end_the_reasoning(llm: LLM) -> None:
     assert all(re.fullmatch(REGEX, output.text) for output in plain.outputs)
 
 
-_TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "<|assistant|>{% if enable_thinking is not defined or enable_thinking %}<think>\n"
@@ -163,10 +156,10 @@ END_TOKEN_ID = 3071
 
 def write_reasoning_model(folder: Path) -> None:
     """Write the model to an empty folder."""
-    for path in _TINY_LLAMA.iterdir():
+    for path in TINY_LLAMA.iterdir():
         if path.name != "tokenizer.json":
             shutil.copy(path, folder)
-    tokenizer = json.loads((_TINY_LLAMA / "tokenizer.json").read_text())
+    tokenizer = json.loads((TINY_LLAMA / "tokenizer.json").read_text())
     model = tokenizer["model"]
     (last,) = (token for token, token_id in model["vocab"].items() if token_id == END_TOKEN_ID)
     del model["vocab"][last]
