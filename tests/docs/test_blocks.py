@@ -26,8 +26,8 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.cli.config_file import apply_config
 from cluster.cli.parser import command_parser, make_parser
 from cluster.serving.auth import KeyFile
+from cluster.serving.ray_serve.autoscaling import TokensPolicy
 from cluster.serving.ray_serve.options import read_arguments
-from cluster.serving.ray_serve.replica_engine import TokensPolicy
 from tests.deploy.kustomize import render
 from tests.docs.command_checks import BLOCKS, Block, check_command
 from tests.docs.not_run import NOT_RUN, SLOW, is_run, is_slow

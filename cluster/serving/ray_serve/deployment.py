@@ -71,7 +71,7 @@ _ROUTER = "cluster.serving.ray_serve.router:AffinityRouter"
 # Serve carries more HTTP messages than others, but its queue has no bound.
 _HTTP_PARTS_PER_S = 2000.0
 _ABORT_WAIT_S = 0.5
-_POLICY = "cluster.serving.ray_serve.replica_engine:TokensPolicy"
+_POLICY = "cluster.serving.ray_serve.autoscaling:TokensPolicy"
 
 _TIMEOUT_S = 5.0
 _MAX_LOOKUPS = 4

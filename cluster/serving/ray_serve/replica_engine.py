@@ -9,13 +9,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import re
 import time
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ray import serve
 from ray.util.metrics import Gauge
@@ -28,6 +26,7 @@ from cluster.engine.watchdog import ProgressClock
 from cluster.serving.auth import ANONYMOUS, Authenticator
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import CallOptions, with_served_names
+from cluster.serving.ray_serve.autoscaling import ReplicaLoad
 from cluster.serving.ray_serve.load_watchdog import LoadWatchdog
 from cluster.serving.ray_serve.replica_calls import current_call_id
 from cluster.serving.servicer import Servicer
@@ -53,17 +52,13 @@ if TYPE_CHECKING:
     from cluster.engine.executor import Executor, ReportProgress
     from cluster.engine.open_engine import MakeExecutor
     from cluster.serving.ray_serve.options import ServeArguments
-    from cluster.serving.server_info import ServerLoads
     from cluster.serving.telemetry.metrics import Metrics
     from pagedray.config import EngineConfig
 
 __all__ = [
     "ProgressWatch",
     "ReplicaEngine",
-    "ReplicaLoad",
     "ServedReplica",
-    "TokensPolicy",
-    "desired_replicas",
 ]
 
 logger = logging.getLogger(__name__)
@@ -71,9 +66,6 @@ logger = logging.getLogger(__name__)
 _REPLACE_TIMEOUT_S = 900.0
 """Includes loading the weights of new ranks."""
 _CLOSE_GRACE_S = 2.0
-_TOKENS_IN_FLIGHT = "tokens_in_flight"
-_KV_USE = "kv_use"
-_SPARE = 0.1
 _MAX_TICK_S = 15.0
 """Serve checks every 5 s. A longer time is a pause of the replica or of the machine."""
 
@@ -209,82 +201,6 @@ def _check_bundles(config: EngineConfig, placement: PlacementGroup | None) -> No
 
 def _log_progress(what: str, fraction: float) -> None:
     logger.debug("%s: %.0f %%", what, fraction * 100)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLoad:
-    """The load of one replica."""
-
-    tokens_in_flight: float
-    """Tokens in the KV cache and queued prompt tokens."""
-    kv_use: float
-    """The fraction of device blocks in use, 0 to 1."""
-
-    @classmethod
-    def from_loads(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
-        """Return the load of a replica with these statistics."""
-        num_taken = loads.num_blocks - loads.num_free_blocks
-        return cls(
-            tokens_in_flight=num_taken * block_size + loads.num_queued_tokens,
-            kv_use=num_taken / loads.num_blocks if loads.num_blocks else 0.0,
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the values that Serve collects."""
-        return {_TOKENS_IN_FLIGHT: self.tokens_in_flight, _KV_USE: self.kv_use}
-
-
-def desired_replicas(
-    loads: Sequence[ReplicaLoad],
-    *,
-    num_target: int,
-    target_tokens: float | None,
-    target_kv_use: float,
-    spare: float,
-) -> int:
-    """Return how many replicas the loads need; without target tokens, by KV blocks alone.
-
-    `num_target` is the present target. It is reduced only if the work would leave the fraction
-    `spare` of the fewer replicas free, so that the number does not oscillate.
-    """
-    needed = sum(one.kv_use for one in loads) / target_kv_use
-    if target_tokens is not None:
-        needed = max(needed, sum(one.tokens_in_flight for one in loads) / target_tokens)
-    if needed >= num_target:
-        return math.ceil(needed)
-    return min(num_target, math.ceil(needed / (1.0 - spare)))
-
-
-class TokensPolicy:
-    """The policy that Ray Serve creates and calls."""
-
-    def __init__(
-        self,
-        *,
-        target_tokens: float | None,
-        target_kv_use: float,
-    ) -> None:
-        self._target_tokens = target_tokens
-        self._target_kv_use = target_kv_use
-
-    # Any: the context and the state are of Ray's types.
-    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas and the state to keep, which is empty."""
-        metrics = context.aggregated_metrics or {}
-        tokens, kv_use = metrics.get(_TOKENS_IN_FLIGHT, {}), metrics.get(_KV_USE, {})
-        loads = [
-            ReplicaLoad(tokens_in_flight=tokens[one], kv_use=kv_use.get(one, 0.0)) for one in tokens
-        ]
-        # Replicas without statistics are starting, and the load they will take over is unknown.
-        is_known = len(loads) >= context.current_num_replicas > 0
-        num_wanted = desired_replicas(
-            loads,
-            num_target=context.target_num_replicas,
-            target_tokens=self._target_tokens,
-            target_kv_use=self._target_kv_use,
-            spare=_SPARE,
-        )
-        return (num_wanted if is_known else max(num_wanted, context.target_num_replicas)), {}
 
 
 class ProgressWatch:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine.engine_options import EngineOptions
+from cluster.serving.ray_serve.autoscaling import ReplicaLoad, TokensPolicy, desired_replicas
 from cluster.serving.ray_serve.options import MessagePace, ServeOptions, read_arguments
-from cluster.serving.ray_serve.replica_engine import ReplicaLoad, TokensPolicy, desired_replicas
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:

@@ -202,7 +202,7 @@ async def _replicas_of(
 # Any: options of Ray Serve.
 def _autoscaling(num_least: int, num_most: int) -> dict[str, Any]:
     policy = {
-        "policy_function": "cluster.serving.ray_serve.replica_engine:TokensPolicy",
+        "policy_function": "cluster.serving.ray_serve.autoscaling:TokensPolicy",
         "policy_kwargs": {"target_kv_use": 0.7, "target_tokens": None},
     }
     return {

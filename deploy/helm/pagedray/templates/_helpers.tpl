@@ -200,7 +200,7 @@ applications:
           min_replicas: {{ int .Values.replicas }}
           max_replicas: {{ int .Values.maxReplicas }}
           policy:
-            policy_function: cluster.serving.ray_serve.replica_engine:TokensPolicy
+            policy_function: cluster.serving.ray_serve.autoscaling:TokensPolicy
             policy_kwargs:
               target_kv_use: {{ get $arguments "target_kv_use" | default 0.7 }}
               target_tokens: {{ get $arguments "target_tokens" | default "null" }}
