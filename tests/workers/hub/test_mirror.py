@@ -310,9 +310,9 @@ def test_invalid_revision_is_rejected(revision: str) -> None:
 
 
 def test_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model.gguf is a file; a model is a folder"):
-        parse_model(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"model.bin is a file; a model is a folder"):
+        parse_model(str(tmp_path / "model.bin"))
 
 
 def test_speed_is_that_of_the_last_seconds() -> None:
