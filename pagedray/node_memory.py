@@ -27,7 +27,10 @@ class MemoryAddress(NamedTuple):
 
 
 class NodeMemory:
-    """The controller's end of the memory, which is empty until one end sets its size."""
+    """The controller's descriptor of the memory.
+
+    The memory is empty until the controller or a rank sets its size.
+    """
 
     def __init__(self, purpose: str) -> None:
         """`purpose` is part of the name that tools show for the memory of a process.

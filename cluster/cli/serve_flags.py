@@ -152,7 +152,7 @@ def _add_reader_limits(group: _Group) -> None:
 
 
 def add_model_names(group: _Group) -> None:
-    """Add how clients call the model, and how the model writes tool calls and reasoning."""
+    """Add the flags for the names of the model and for its formats of tool calls and reasoning."""
     add = flag_adder(group)
     add(
         "--served-model-name NAME: Names of the model for clients. (default: the name of the "

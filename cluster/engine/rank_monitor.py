@@ -1,6 +1,6 @@
 """Observes the ranks of a group, and describes ranks that hang.
 
-It knows the plans that they have and the limits of each phase and device; `rank_watch` decides.
+It knows the plans of the ranks and the limits of each phase and device; `RankWatch` decides.
 """
 
 from __future__ import annotations
@@ -207,17 +207,9 @@ class RankWatch:
 
 
 _TICK_S = 0.25
-
-
 _START_LIMITS = WatchLimits(beat_s=60.0, first_s=300.0)
-
-
 """Imports may delay the heartbeat; a large tensor, a compiler or the network may delay words."""
-
-
 _LIMITS = {"cpu": WatchLimits(), "cuda": WatchLimits(first_s=300.0)}
-
-
 """Limits by device; on a GPU, libraries compile kernels for the first step of a kind."""
 
 

@@ -366,8 +366,9 @@ class SmallNode(Node):
 def small_nodes() -> Iterator[None]:
     """Let `ray.init` start a `SmallNode` until the context ends.
 
-    Its dashboard agent, for which its raylet waits, is that of a Ray that was installed without the
-    dashboard: it imports less, and serves no HTTP. All agents are run by `ray_agent.py`.
+    The raylet of the node waits for a dashboard agent. The agent runs as if Ray was installed
+    without the dashboard: it imports less, and serves no HTTP. All agents are run by
+    `ray_agent.py`.
     """
     node, parts, services = ray._private.node, ray._private.utils, ray._private.services
     dependency_error = parts.get_dashboard_dependency_error

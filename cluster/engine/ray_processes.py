@@ -66,7 +66,7 @@ _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """A process, identified by more than its number, which the system uses again."""
+    """A process, identified by its id and its start time, since the system reuses ids."""
 
     pid: int
     start_ticks: int

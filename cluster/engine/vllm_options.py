@@ -166,7 +166,7 @@ def own_value(name: str, value: object) -> object:
 
 
 def token_count(text: str, name: str) -> int | None:
-    """Return a number of tokens such as 32768, 32K (1024 each) or 32k; None for `auto`.
+    """Return the number of tokens of 32768, 32K (32 * 1024) or 32k (32 * 1000); None for `auto`.
 
     Raises StartupError.
     """

@@ -367,7 +367,8 @@ class LLM(PublicLLM):
     def _parts(self, prompts: Sequence[SampledPrompt]) -> Iterator[list[Collector]]:
         """Yield the collectors of the requests in parts. Raises InvalidRequestError.
 
-        The engine runs the first part while the others, which grow, are validated.
+        The engine runs the first part while the other parts are validated. The sizes of the parts
+        grow up to a limit.
         """
         first, size = 0, _FIRST_PART
         while first < len(prompts):

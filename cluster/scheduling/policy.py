@@ -127,7 +127,7 @@ class Preemptor:
         return self._choose_preempted(head, preempting) is not None
 
     def preempt_for(self, head: Sequence, preempting: Collection[Sequence]) -> bool:
-        """Preempt a sequence for a waiting sequence; return False if there is none."""
+        """Preempt a sequence for a waiting sequence; return False if no victim is found."""
         victim = self._choose_preempted(head, preempting)
         if victim is None:
             return False

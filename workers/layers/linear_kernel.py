@@ -107,7 +107,7 @@ class LinearKernel(ABC):
     def write_rotated(
         self, x: torch.Tensor, rotary: Rotary, num_rotated: int, out: torch.Tensor
     ) -> None:
-        """Write what a call returns, with the heads in the first columns rotated; if `rotates`."""
+        """Write the product with rotated heads in the first `num_rotated` columns; if `rotates`."""
         raise NotImplementedError
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:

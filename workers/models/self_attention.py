@@ -310,9 +310,9 @@ class SelectedAttention(StepAttention):
     def attend_selected(
         self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Return what `attend` does, `[num_selected, num_heads * head_size]`.
+        """Return the attention of the selected tokens, `[num_selected, num_heads * head_size]`.
 
-        Queries are those of the selected tokens, keys and values those of all tokens, by head.
+        `query` has the selected tokens, `key` and `value` have all tokens; each is by head.
         """
 
 

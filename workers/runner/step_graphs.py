@@ -191,7 +191,7 @@ class Captures(Generic[CaptureT]):
 
     @property
     def are_any(self) -> bool:
-        """Whether a size is captured."""
+        """Whether any size is captured."""
         return bool(self._made)
 
     @property
@@ -200,7 +200,7 @@ class Captures(Generic[CaptureT]):
         return [] if self._has_failed else self._uncaptured()
 
     def capture_all(self, *, only_largest: bool) -> None:
-        """CaptureT the missing sizes, or only the largest.
+        """Capture the missing sizes, or only the largest.
 
         Raises the errors of the capture.
         """
@@ -210,11 +210,11 @@ class Captures(Generic[CaptureT]):
                 self._add(size)
 
     def capture_next(self) -> None:
-        """CaptureT the smallest missing size, as `find` does."""
+        """Capture the smallest missing size; a failure is handled as in `find`."""
         self._add_or_fail(self.missing_sizes[0])
 
     def find(self, num_tokens: int) -> tuple[int, CaptureT] | None:
-        """Return the next larger size and its capture, or None if a step runs without a capture.
+        """Return the least size that fits and its capture, or None if the step has no capture.
 
         A missing capture is made. If that fails, no other capture is made either: mostly, memory is
         short.

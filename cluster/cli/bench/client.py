@@ -284,7 +284,10 @@ class _Sender:
 async def send_load(
     client: BenchClient, requests: Sequence[BenchRequest], load: Load, *, has_bar: bool | None
 ) -> LoadResult:
-    """Send requests and return when all have ended; a bar of None is shown on a terminal."""
+    """Send requests and return when all have ended.
+
+    If `has_bar` is None, a progress bar is shown on a terminal only.
+    """
     disabled = None if has_bar is None else not has_bar
     with tqdm(total=len(requests), unit="request", disable=disabled) as bar:
         sender = _Sender(client, bar, load.max_concurrency)

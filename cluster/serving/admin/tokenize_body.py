@@ -95,7 +95,7 @@ class TokenizeBody(Body):
         """Return the input of the call. Raises InvalidRequestError.
 
         `known_variables` returns the variables that the model's chat template reads, with tools or
-        without; `note_ignored` is called with the names of parameters that set others.
+        without; `note_ignored` is called with the name of a parameter that sets other variables.
         """
         if self.prompt is not None:
             return TokenizeInput(

@@ -280,9 +280,9 @@ class ResponseChunks:
             )
 
     def _choices_before(self, index: int) -> Iterator[bytes]:
-        """Begin the choices with lower indices: clients read the first events of all in order.
+        """Begin the choices with lower indices, since clients expect the first events in order.
 
-        Their sequences may begin later.
+        The sequences of these choices may begin later.
         """
         for lower in range(index):
             if lower not in self._choices:

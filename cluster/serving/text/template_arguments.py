@@ -60,7 +60,7 @@ class TemplateArguments:
         """Return the `known` variables, which the template reads.
 
         All are returned if `known` is None: the template is the request's own. `note_ignored` is
-        called with the names of parameters that set others. Raises InvalidRequestError.
+        called with the name of a parameter that sets other variables. Raises InvalidRequestError.
         """
         variables = _checked(self.given)
         if known is not None and any(name not in known for name in variables):

@@ -96,7 +96,7 @@ class ToolUse:
 
     @property
     def ends_as_text(self) -> bool:
-        """Whether a turn with calls has the finish reason `stop`, as OpenAI's for named tools."""
+        """Whether a turn with calls has the finish reason `stop`, as OpenAI has for named tools."""
         return self._choice.kind == "named"
 
     def structure(self, answer: Structure | None, param: str | None) -> Structure | None:

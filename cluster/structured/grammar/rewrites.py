@@ -225,7 +225,7 @@ class _LetterChain:
         following: tuple[Expression, ...] | None,
         end: tuple[Expression, ...] | None,
     ) -> None:
-        """Add a rule of a letter and its continuation, or the end, unless they are None."""
+        """Add a rule of a letter and `following`, or of `end`; None adds no alternative."""
         choices: list[Expression] = []
         ahead: tuple[Expression, ...] = ()
         if following is not None:

@@ -269,7 +269,7 @@ class _Reader:
         return start
 
     def _inside(self, tag: Tag, after: Expression, depth: int) -> Expression:
-        """Return the content of a tag with its end, and the continuation of the tag."""
+        """Return the content of a tag, followed by the end mark of the tag and by `after`."""
         following = _Following(tag.end, after)
         return self.read(tag.content, tag.content_path, following, depth + 1)
 

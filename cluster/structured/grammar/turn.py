@@ -236,7 +236,7 @@ class _Reading:
 
 
 def spaced(texts: Texts) -> Expression:
-    """Return the expression of texts."""
+    """Return the expression of texts with optional whitespace between them."""
     parts: list[Expression] = []
     for text in texts:
         parts += (SPACE, Text(text)) if text else (SPACE,)

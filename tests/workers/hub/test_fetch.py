@@ -410,7 +410,7 @@ def test_model_that_exceeds_the_disk_is_rejected(settings: HubSettings) -> None:
 def test_model_without_configuration_or_safetensors_is_rejected(
     hub: SmallHub, settings: HubSettings
 ) -> None:
-    hub.push("org/tiny", {"model.gguf": b"x"})
+    hub.push("org/tiny", {"model.onnx": b"x"})
     assert error_of(settings) == (
         "org/tiny has no config.json; a model must be a checkpoint in the format of transformers."
     )

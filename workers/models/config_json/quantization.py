@@ -116,9 +116,10 @@ def _fp8(section: ConfigFile) -> Quantization:
 
 
 def _not_converted(section: ConfigFile, key: str) -> tuple[re.Pattern[str], ...]:
-    """Return patterns of the names of layers that a list excludes, as transformers reads it.
+    """Return patterns of the names of the layers that the list `key` excludes from quantization.
 
-    An entry is the start of a name, up to the end of a part, as a regular expression, or its end.
+    As in transformers, an entry matches a name in two ways: as a regular expression for the first
+    parts of the name, or as plain text at the end of the name.
     """
     patterns = []
     for word in section.words(key):

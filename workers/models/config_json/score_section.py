@@ -53,7 +53,7 @@ def is_reranker(folder: Path) -> bool:
 
 
 def with_answers(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the ids of the answers, if they make the score.
+    """Return the configuration; a model that scores by answers gets the ids of `no` and `yes`.
 
     Raises CheckpointError if an answer is not one token of the tokenizer.
     """

@@ -101,7 +101,7 @@ def _input_tile(
     x_stride: tl.tensor,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Return `depth` elements from `first` of all rows, `[depth, rows]`."""
+    """Return `depth` elements of each row, beginning with element `first`, `[depth, rows]`."""
     elements = first + tl.arange(0, depth)
     return tl.load(
         x + rows[None, :] * x_stride + elements[:, None], mask=is_row[None, :], other=0.0
