@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import grpc
@@ -40,7 +40,15 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import (
+        AsyncGenerator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Iterable,
+        Iterator,
+        Mapping,
+    )
 
     from cluster.serving.auth import Tenant
     from cluster.serving.inputs import Frontend
@@ -66,6 +74,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_WRITTEN_BYTES = 2**16
 """Bytes of messages of a call that gRPC takes before it makes the next write wait."""
+_LOOKS_PER_TIMEOUT = 10
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 _WINDOW_BYTES = 2**16
 """Bytes of a message that HTTP/2's flow control lets a client send before it is read."""
@@ -90,13 +99,14 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
     stream of one message is the same.
     """
     service = GrpcService(servicer)
+    writes = _StalledWrites(servicer.reader_limits.write_timeout_s)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in SERVICE.methods:
         reader = MessageReader(servicer, method.name, GetMessageClass(method.input_type))
         run = getattr(service, python_name(method.name))
         if not method.server_streaming:
             run = _one_message(run)
-        answer = _answering(run, reader, servicer, name=method.name)
+        answer = _answering(run, reader, servicer, writes, name=method.name)
         handlers[method.name] = grpc.stream_stream_rpc_method_handler(
             _handler(answer),
             response_serializer=_serialize,
@@ -122,21 +132,27 @@ def _answering(
     method: Callable[[Message, RpcCall], AsyncGenerator[Message | bytes]],
     reader: MessageReader[Message],
     servicer: Servicer,
+    writes: _StalledWrites,
     *,
     name: str,
 ) -> _Answer:
-    timeout_s = servicer.reader_limits.write_timeout_s
-
     async def answer(context: Context) -> None:
         message: Message | bytes | None = None
         try:
             incoming, call = await reader.read_message(context)
             try:
-                async with aclosing(method(incoming, call)) as messages:
-                    is_first = True
-                    async for message in messages:
-                        await _write(context, message, timeout_s, is_first=is_first)
-                        is_first = False
+                with writes.watched() as writer:
+                    async with aclosing(method(incoming, call)) as messages:
+                        is_first = True
+                        async for message in messages:
+                            writer.num_marks += 1
+                            if is_first and _is_large(message):
+                                # Headers that go with the message would be pending with it, and
+                                # gRPC sends no status meanwhile.
+                                await context.send_initial_metadata(())
+                            is_first = False
+                            await context.write(message)
+                            writer.num_marks += 1
             finally:
                 if call.entered is not None:
                     call.entered.leave()
@@ -152,21 +168,77 @@ def _answering(
     return answer
 
 
-async def _write(
-    context: Context, message: Message | bytes, timeout_s: float, *, is_first: bool
-) -> None:
-    """Send a message of a call. Raises StalledReaderError if its client does not accept it."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            if is_first and _is_large(message):
-                # Headers that go with the message would be pending with it, and gRPC sends no
-                # status meanwhile.
-                await context.send_initial_metadata(())
-            await context.write(message)
-    except TimeoutError as error:
-        raise StalledReaderError(
-            f"The stream was aborted: its client did not accept a message within {timeout_s:g} s."
-        ) from error
+class _StreamWriter:
+    """The progress of one call's writes."""
+
+    __slots__ = ("is_stalled", "num_looks", "num_marks", "num_seen", "task")
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.task = task
+        self.num_marks = 0
+        """Increased before and after each write, so that it is odd during a write."""
+        self.num_seen = -1
+        """The marks when they were last looked at."""
+        self.num_looks = 0
+        """How often these marks were looked at again."""
+        self.is_stalled = False
+
+
+class _StalledWrites:
+    """Ends calls of clients that accept no messages; used from the event loop only.
+
+    A writer only counts its marks, because a timer for each message would be slow. One timer looks
+    at all writers a few times within the timeout. Looks are counted instead of seconds, so a pause
+    of the process, in which no client could have been served, is not a stall.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """A write may take `timeout_s`, and up to a tenth more."""
+        self._timeout_s = timeout_s
+        self._writers: set[_StreamWriter] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[_StreamWriter]:
+        """Watch the writes of the current task inside the block.
+
+        A write that takes too long is cancelled, and the block raises StalledReaderError.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        writer = _StreamWriter(task)
+        self._writers.add(writer)
+        self._start_timer()
+        try:
+            yield writer
+        except asyncio.CancelledError:
+            if not writer.is_stalled:
+                raise
+            task.uncancel()
+            raise StalledReaderError(
+                "The stream was aborted: its client did not accept a message within "
+                f"{self._timeout_s:g} s."
+            ) from None
+        finally:
+            self._writers.discard(writer)
+
+    def _start_timer(self) -> None:
+        if self._timer is None and self._writers:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._timeout_s / _LOOKS_PER_TIMEOUT, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for writer in self._writers:
+            if writer.num_marks != writer.num_seen:
+                writer.num_seen, writer.num_looks = writer.num_marks, 0
+                continue
+            writer.num_looks += 1
+            is_writing = bool(writer.num_marks % 2)
+            if is_writing and not writer.is_stalled and writer.num_looks >= _LOOKS_PER_TIMEOUT:
+                writer.is_stalled = True
+                writer.task.cancel()
+        self._start_timer()
 
 
 def _handler(answer: _Answer) -> Callable[[object, Context], Awaitable[None]]:
