@@ -574,7 +574,7 @@ class Refusal(Enum):
 
 
 class Admitted(NamedTuple):
-    """What a sequence that got its blocks starts with."""
+    """How a sequence starts once it has got its blocks."""
 
     awaits_copies: bool = False
     """Whether it must not run before its step is acknowledged, which copies cached blocks."""

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-__all__ = ["GROUP_SIZE", "GgufEntry", "GgufModel"]
+__all__ = ["GgufEntry", "GgufModel"]
 
-GROUP_SIZE = 32
+_GROUP_SIZE = 32
 """Inputs that share a scale in Q4_0 and Q8_0."""
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _KEPT_BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q8_0: 8}
@@ -218,6 +218,11 @@ class GgufModel:
             stem = self._name(name)
             layer = stem.removesuffix(".weight")
             if "{}" in stem:
+                if len(tensor.shape) != 3 or tensor.shape[0] != self._number("expert_count"):
+                    raise CheckpointError(
+                        f"{tensor.path}: tensor {name} has another number of experts than "
+                        "expert_count."
+                    )
                 for expert in range(tensor.shape[0]):
                     entries[stem.format(expert)] = self._entry(name, tensor, expert=expert)
             elif layer in bits:
@@ -237,7 +242,6 @@ class GgufModel:
         if self.architecture in (*_PAIRED, "mixtral") and re.search(r"\.attn_[qk]\.", name):
             key = "head_count" if ".attn_q." in name else "head_count_kv"
             head_size = shape[0] // self._number(f"attention.{key}")
-        (-1.0 if self.architecture in _OFFSET_NORMS and name.endswith("norm.weight") else 0.0)
         is_offset = self.architecture in _OFFSET_NORMS and name.endswith("norm.weight")
         return GgufEntry(
             path=tensor.path,
@@ -275,7 +279,7 @@ class GgufModel:
 def _kept_entries(layer: str, entry: GgufEntry, num_bits: int) -> Iterator[tuple[str, GgufEntry]]:
     """Yield the numbers and the scales of a quantized weight."""
     out_size, in_size = entry.shape
-    scales = replace(entry, part="scales", dtype="F16", shape=(out_size, in_size // GROUP_SIZE))
+    scales = replace(entry, part="scales", dtype="F16", shape=(out_size, in_size // _GROUP_SIZE))
     yield f"{layer}.weight_scale", scales
     if num_bits == 8:
         yield f"{layer}.weight", replace(entry, part="numbers", dtype="I8")
