@@ -6,6 +6,7 @@ tokenized are within the limits too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,12 @@ _FIRST_DURATION_S = 1.0
 _DURATION_SMOOTHING = 0.1
 _MAX_ABORTS = 1024
 """Aborts that are remembered for a tenant."""
+_PAUSE_RATIO = 4.0
+"""How long a tenant pauses after it read a call, compared with the time to read it."""
+_MAX_PAUSE_S = 0.25
+_REJECTED_S = 0.01
+_MIN_REJECTED_S = 0.05
+_MAX_REJECTED_S = 1.0
 
 
 class _Task(Protocol):
@@ -43,7 +50,15 @@ class _Task(Protocol):
 class _Account:
     """The open calls of one tenant, and their sums."""
 
-    __slots__ = ("aborted_s", "by_id", "mean_duration_s", "num_calls", "num_open", "num_tokens")
+    __slots__ = (
+        "aborted_s",
+        "by_id",
+        "mean_duration_s",
+        "num_calls",
+        "num_open",
+        "num_tokens",
+        "turns",
+    )
 
     def __init__(self) -> None:
         self.by_id: dict[str, OpenCall] = {}
@@ -54,6 +69,8 @@ class _Account:
         """Number of calls that have begun."""
         self.num_tokens = 0
         self.mean_duration_s = _FIRST_DURATION_S
+        self.turns = asyncio.Lock()
+        """Held by the call that is being read, and while the tenant pauses after it."""
 
     @property
     def retry_after_s(self) -> float:
@@ -80,12 +97,14 @@ class OpenCall:
         self,
         tenant: Tenant,
         account: _Account,
-        open_calls: dict[OpenCall, None],
+        calls: OpenCalls,
         *,
         is_admitted: bool,
         may_resume: bool,
     ) -> None:
         self.tenant = tenant
+        self._calls = calls
+        self._turn_began_s: float | None = None
         self._may_resume = may_resume
         self._has_begun = False
         self.is_admitted = is_admitted
@@ -101,19 +120,38 @@ class OpenCall:
         self._num_reserved_tokens = 0
         self._is_released = False
         self._account = account
-        account.num_calls += 1
-        self._open_calls = open_calls
+        calls.add_to(account, 1)
 
     def begin(self) -> None:
         """Open it. Raises OverloadedError if it entered to resume a stream, but is another call."""
         if self._may_resume and not self.is_admitted:
             self._account.check_limit(self.tenant, self._account.num_calls - 1)
         self._has_begun = True
-        self._open_calls[self] = None
+        self._calls.open[self] = None
         self._account.num_open += 1
+
+    async def take_turn(self) -> None:
+        """Wait until the tenant's earlier calls are read, if calls of other tenants are entered.
+
+        From then until `end_turn` this call is read: its message is parsed, its prompt tokenized
+        and its requests are submitted. Then the tenant pauses for four times as long, so that one
+        tenant's calls take a fifth of the event loop at most. A tenant alone never waits.
+        """
+        if self._calls.num_tenants > 1:
+            await self._account.turns.acquire()
+            self._turn_began_s = time.monotonic()
+
+    def end_turn(self) -> None:
+        """Let the tenant's next call be read after a pause; idempotent."""
+        if self._turn_began_s is not None:
+            took_s = time.monotonic() - self._turn_began_s
+            self._turn_began_s = None
+            pause_s = min(_PAUSE_RATIO * took_s, _MAX_PAUSE_S)
+            asyncio.get_running_loop().call_later(pause_s, self._account.turns.release)
 
     def leave(self) -> None:
         """Release it unless it has begun; then the caller of `begin` closes it."""
+        self.end_turn()
         if not self._has_begun:
             self.release()
 
@@ -151,19 +189,20 @@ class OpenCall:
         self._is_released = True
         account = self._account
         account.by_id.pop(self.id, None)
-        account.num_calls -= 1
+        self._calls.add_to(account, -1)
         account.num_tokens -= self._num_reserved_tokens
         age_s = time.monotonic() - self.started_s
         account.mean_duration_s += _DURATION_SMOOTHING * (age_s - account.mean_duration_s)
 
     def close(self) -> None:
         """Release it and remove it from the open calls; idempotent."""
+        self.end_turn()
         self.release()
         # It refers to this call. Objects in a reference cycle are freed later, by the collector
         # only.
         self.task = None
-        if self in self._open_calls:
-            del self._open_calls[self]
+        if self in self._calls.open:
+            del self._calls.open[self]
             self._account.num_open -= 1
 
     def was_aborted(self, earlier_s: float) -> bool:
@@ -189,14 +228,17 @@ class OpenCalls:
     """Holds every open call, in the order of arrival, and enforces each tenant's limits."""
 
     def __init__(self) -> None:
-        self._open: dict[OpenCall, None] = {}
+        self.open: dict[OpenCall, None] = {}
+        self.num_tenants = 0
+        """Tenants with calls that have entered."""
         self._accounts: dict[str, _Account] = {}
+        self._num_delayed = 0
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def __iter__(self) -> Iterator[OpenCall]:
-        return iter(tuple(self._open))
+        return iter(tuple(self.open))
 
     def enter_call(
         self, tenant: Tenant, *, is_admitted: bool = False, may_resume: bool = False
@@ -209,7 +251,20 @@ class OpenCalls:
         account = self._accounts.setdefault(tenant.name, _Account())
         if not is_admitted and not may_resume:
             account.check_limit(tenant, account.num_calls)
-        return OpenCall(tenant, account, self._open, is_admitted=is_admitted, may_resume=may_resume)
+        return OpenCall(tenant, account, self, is_admitted=is_admitted, may_resume=may_resume)
+
+    async def delay_rejection(self) -> None:
+        """Wait before a call is rejected for lack of a key or of room, if any call is open.
+
+        A client that sends calls as fast as they are rejected gets about 100 rejections a second.
+        """
+        if self.num_tenants:
+            self._num_delayed += 1
+            delay_s = max(_MIN_REJECTED_S, _REJECTED_S * self._num_delayed)
+            try:
+                await asyncio.sleep(min(delay_s, _MAX_REJECTED_S))
+            finally:
+                self._num_delayed -= 1
 
     def find_call(self, tenant_name: str, call_id: str) -> OpenCall | None:
         """Return a tenant's own call by its id."""
@@ -224,15 +279,21 @@ class OpenCalls:
         if len(aborted_s) > _MAX_ABORTS:
             del aborted_s[next(iter(aborted_s))]
 
+    def add_to(self, account: _Account, difference: int) -> None:
+        """Add a call to an account, or remove it with -1."""
+        account.num_calls += difference
+        if account.num_calls == max(difference, 0):
+            self.num_tenants += difference
+
     def count(self, tenant: Tenant) -> int:
         """Return the number of open calls of a tenant, or of all for an admin."""
         if tenant.is_admin:
-            return len(self._open)
-        return sum(call.tenant.name == tenant.name for call in self._open)
+            return len(self.open)
+        return sum(call.tenant.name == tenant.name for call in self.open)
 
     def infos(self, tenant: Tenant) -> tuple[CallInfo, ...]:
         """Return the open calls that a tenant may see, oldest first."""
-        shown = (call for call in self._open if tenant.is_admin or call.tenant.name == tenant.name)
+        shown = (call for call in self.open if tenant.is_admin or call.tenant.name == tenant.name)
         return tuple(call.info() for call, _ in zip(shown, range(_MAX_SHOWN), strict=False))
 
 

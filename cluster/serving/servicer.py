@@ -35,6 +35,7 @@ from cluster.serving.text.text_pool import TextPool
 from cluster.serving.tools.tool_calls import detect_format
 from cluster.serving.validator import Validator
 from pagedray.errors import (
+    AuthenticationError,
     DeadlineError,
     EngineError,
     ForbiddenError,
@@ -222,7 +223,13 @@ class Servicer:
         needs_room = uses_engine and not is_continued and not may_resume
         if needs_room and self._phase is _Phase.READY:
             self.client.engine.check_room(tenant.name, 0)
+            self.buffers.check_room(tenant.name)
         return self._calls.enter_call(tenant, is_admitted=is_continued, may_resume=may_resume)
+
+    async def delay_rejection(self, error: Exception) -> None:
+        """Wait before a call is rejected for lack of a key or of room, if any call is open."""
+        if isinstance(error, AuthenticationError | OverloadedError):
+            await self._calls.delay_rejection()
 
     def note_rejected(
         self, error: OverloadedError, arrival: Arrival | None, frontend: Frontend
@@ -254,7 +261,14 @@ class Servicer:
             try:
                 call.begin()
                 requests = await self.validator.validate(given)
-                return self._open(given, requests, call, watch)
+                if self.validator.needs_grammar(requests):
+                    # Other processes compile it, for seconds; the tenant's other calls go on.
+                    call.end_turn()
+                    requests = await self.validator.with_grammar(requests, tenant=given.tenant)
+                    await call.take_turn()
+                generation = self._open(given, requests, call, watch)
+                call.end_turn()
+                return generation
             except BaseException:
                 call.close()
                 raise
@@ -359,6 +373,7 @@ class Servicer:
                 self._check_phase()
                 request = replace(request, weight=tenant.weight)
                 call.task = embedding = EmbeddingCall(self.client.engine.submit_texts(request))
+                call.end_turn()
                 watch.note_open("")
                 vectors = await embedding.vectors(given.deadline_s)
                 watch.note_end("stop")

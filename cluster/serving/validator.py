@@ -130,7 +130,7 @@ class Validator:
         return self.reasoning is not None and not self.reasoning.has_channels
 
     async def validate(self, given: GenerationInput) -> tuple[Request, ...]:
-        """Return one request for each prompt. Raises RequestError."""
+        """Return one request for each prompt, without its grammar. Raises RequestError."""
         self.check_model(given.model)
         check_call(given)
         sampling = self._sampling.read_sampling(given)
@@ -150,10 +150,21 @@ class Validator:
             await asyncio.sleep(0)
         if given.beam_length_penalty is not None:
             check_beams_fit(requests, sampling.n, self._queue_limits, param="n")
-        if not any(map(_needs_grammar, requests)):
-            return tuple(requests)
-        # Last, because it is the most expensive.
-        grammar = await self._compiled(sampling.structure, given.tenant)
+        return tuple(requests)
+
+    @staticmethod
+    def needs_grammar(requests: Sequence[Request]) -> bool:
+        """Return whether the tokens of validated requests are masked."""
+        return any(map(_needs_grammar, requests))
+
+    async def with_grammar(
+        self, requests: Sequence[Request], *, tenant: str
+    ) -> tuple[Request, ...]:
+        """Return validated requests of a call with their grammar. Raises RequestError.
+
+        It is the most expensive part of a call's validation.
+        """
+        grammar = await self._compiled(requests[0].sampling.structure, tenant)
         return tuple(msgspec.structs.replace(request, grammar=grammar) for request in requests)
 
     async def _compiled(self, structure: Structure | None, tenant: str) -> CompiledGrammar:

@@ -214,7 +214,8 @@ CONNECTION_ATTACKS: dict[str, Attack] = {
         num_connections=50,
         allowed=frozenset(("400", "401")),
     ),
-    "held_heads": _HeldHeads(name="3 000 heads held, without a key"),
+    # 63 KiB of each head, which the server cannot do without.
+    "held_heads": _HeldHeads(name="3 000 heads held, without a key", max_growth_mib=224.0),
     # The server has no limits per address, so new health checks wait or fail.
     "idle_connections": _IdleConnections(
         name="idle connections", is_bounded=False, max_descriptors=1024, fast_s=2.0, full_s=20.0

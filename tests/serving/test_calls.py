@@ -7,12 +7,16 @@ import gc
 import itertools
 import re
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import pytest
 import torch
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.llm.generation import Completion, Generation, Logprob, first_logprobs
@@ -21,16 +25,21 @@ from cluster.serving.auth import Tenant
 from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.generation_call import BeamStream, GenerationCall
+from cluster.serving.http.http_call import HttpCall
+from cluster.serving.intake import Intake, IntakeLimits
 from cluster.serving.open_calls import OpenCall, OpenCalls
+from cluster.serving.openai.bodies.completion_body import CompletionBody
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import DeadlineError, EngineError, OverloadedError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.serving.conftest import wait_until
+from tests.serving.conftest import engine_config, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cluster.serving.telemetry.log_lines import IgnoredParameters
+    from cluster.serving.telemetry.metrics import Metrics
     from pagedray.errors import PagedRayError
     from tests.serving.conftest import Server
 
@@ -243,6 +252,7 @@ async def test_the_call_of_a_stream_is_freed_at_its_end(server: Server, num_line
 
 
 ANN = Tenant(name="ann", max_requests=1)
+BOB = Tenant(name="bob")
 
 
 @dataclass(eq=False)
@@ -294,6 +304,80 @@ def test_a_call_that_another_replica_admitted_has_no_limit() -> None:
     calls = OpenCalls()
     calls.enter_call(ANN).begin()
     calls.enter_call(ANN, is_admitted=True, may_resume=True).begin()
+
+
+async def test_calls_of_a_tenant_are_read_in_turns_beside_calls_of_another_tenant() -> None:
+    calls = OpenCalls()
+    calls.enter_call(BOB).begin()
+    tenant = replace(ANN, max_requests=None)
+    first, second = calls.enter_call(tenant), calls.enter_call(tenant)
+    await first.take_turn()
+    waiting = asyncio.create_task(second.take_turn())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    third = calls.enter_call(tenant)
+    left = asyncio.create_task(third.take_turn())
+    await asyncio.sleep(0)
+    left.cancel()
+    first.leave()
+    first.end_turn()
+    await waiting
+    second.end_turn()
+    fourth = calls.enter_call(tenant)
+    await fourth.take_turn()
+
+
+async def test_calls_of_a_tenant_alone_are_read_at_once() -> None:
+    calls = OpenCalls()
+    other = calls.enter_call(BOB)
+    other.leave()
+    tenant = replace(ANN, max_requests=None)
+    opened = [calls.enter_call(tenant) for _ in range(3)]
+    for call in opened:
+        await asyncio.wait_for(call.take_turn(), 5.0)
+
+
+async def test_a_call_whose_client_left_while_it_waited_is_not_read() -> None:
+    body = {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+    messages = iter((body, {"type": "http.disconnect"}))
+
+    async def receive() -> dict[str, Any]:  # Any: as in ASGI
+        return next(messages)
+
+    calls = OpenCalls()
+    calls.enter_call(BOB).begin()
+    headers = [(b"content-type", b"application/json")]
+    intake = Intake(engine_config(), IntakeLimits(), note_freed=lambda _: None)
+    call = HttpCall(
+        request=HttpRequest({"type": "http", "method": "POST", "headers": headers}, receive),
+        tenant=ANN,
+        path_value="",
+        metrics=cast("Metrics", SimpleNamespace(counting_rejections=lambda _: nullcontext())),
+        ignored=cast("IgnoredParameters", None),
+        intake=intake,
+        read_timeout_s=5.0,
+        entered=calls.enter_call(ANN),
+    )
+    with pytest.raises(ClientDisconnect):
+        await call.body(CompletionBody, lambda *_: pytest.fail("The body was read."))
+    intake.close()
+
+
+async def test_rejections_are_delayed_only_while_a_call_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    calls = OpenCalls()
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await calls.delay_rejection()
+    assert slept == []
+    calls.enter_call(BOB)
+    await asyncio.gather(*(calls.delay_rejection() for _ in range(3)))
+    assert slept == [0.05] * 3
 
 
 def test_the_work_of_a_closed_call_is_freed_at_once() -> None:

@@ -181,6 +181,10 @@ class HttpApp:
         """How long a connection may take to accept sent data."""
         return self._servicer.reader_limits.write_timeout_s
 
+    def note_freed(self, num_bytes: int) -> None:
+        """Note that bytes of a head or a body that did not become a request are not kept."""
+        self._servicer.intake.reception.note_freed(num_bytes)
+
     def count_stalled(self) -> None:
         """Count a client that did not read."""
         self._servicer.metrics.count_stalled_reader("http")
@@ -212,6 +216,7 @@ class HttpApp:
         try:
             return await self._dispatch(request)
         except PagedRayError as error:
+            await self._servicer.delay_rejection(error)
             return self._rejection(request, error)
         except HTTPException as error:
             body = error_body(error.detail, _CLIENT_ERROR)

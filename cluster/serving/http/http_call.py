@@ -126,12 +126,18 @@ class HttpCall:
         with self.metrics.counting_rejections("http"):
             try:
                 with self.intake.reception.open_message(tenant) as incoming:
-                    yield await read_raw(
+                    raw = await read_raw(
                         self.request,
                         incoming,
                         max_bytes=self.intake.size.num_bytes,
                         timeout_s=self.read_timeout_s,
                     )
+                    if self.entered is not None:
+                        await self.entered.take_turn()
+                        # Its client may have left while it waited.
+                        if await self.request.is_disconnected():
+                            raise ClientDisconnect
+                    yield raw
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
                 raise
@@ -171,7 +177,7 @@ async def read_raw(
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in stream:
-                incoming.add(len(chunk))
+                await incoming.wait_room(len(chunk))
                 if incoming.num_bytes > max_bytes:
                     break
                 chunks.append(chunk)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_HEADERS",
     "MAX_HEAD_BYTES",
+    "TOO_MANY_HEADERS",
     "AllowedHosts",
     "AllowedOrigins",
     "check_head",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 MAX_HEADERS = 128
+TOO_MANY_HEADERS = f"A request may have at most {MAX_HEADERS} headers."
 MAX_HEAD_BYTES = 2**16
 """The limit of a head, and of the chunk extensions and trailers around the chunks of a body."""
 _Headers = list[tuple[bytes, bytes]]
@@ -181,7 +183,7 @@ def check_head(scope: Scope) -> None:
     """Raise HTTPException for a head that is too large, or that a proxy might read differently."""
     headers = scope["headers"]
     if len(headers) > MAX_HEADERS:
-        raise HTTPException(431, f"A request may have at most {MAX_HEADERS} headers.")
+        raise HTTPException(431, TOO_MANY_HEADERS)
     url = scope.get("raw_path", b"") + scope.get("query_string", b"")
     if len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
         raise HTTPException(431, f"The head of the request exceeds {MAX_HEAD_BYTES} bytes.")

@@ -23,7 +23,12 @@ from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.http.endpoint import error_body
-from cluster.serving.http.request_checks import MAX_HEAD_BYTES, MAX_HEADERS, head_without_upgrade
+from cluster.serving.http.request_checks import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    TOO_MANY_HEADERS,
+    head_without_upgrade,
+)
 from cluster.serving.listener import BACKLOG, ConnectionLimits, listen
 from cluster.serving.telemetry.log_lines import LineLimit
 
@@ -85,6 +90,7 @@ class HttpServer:
                 most_open=self._limits.total,
                 read_timeout_s=self._app.read_timeout_s,
                 note_rejection=self._app.note_unreadable,
+                note_freed=self._app.note_freed,
                 note_stall=self._app.count_stalled,
             )
         )
@@ -142,6 +148,10 @@ class _PipelinedRequestError(Exception):
     """A request that follows while the response before it is being written."""
 
 
+class _TooManyHeadersError(Exception):
+    """A head that is not parsed to its end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
     """The options that all connections of a server share."""
@@ -152,6 +162,8 @@ class ConnectionOptions:
     """The time that the head of a request may take to arrive."""
     note_rejection: Callable[[HTTPStatus, str], None]
     """Called with the status and the error of a request that does not reach the application."""
+    note_freed: Callable[[int], None]
+    """Called with the bytes of an incomplete head or body that is not kept any longer."""
     note_stall: Callable[[], None]
     """Called when the system ends a connection because its client does not read."""
     refused_lines: LineLimit = field(default_factory=LineLimit)
@@ -181,6 +193,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_head_timer()
         if isinstance(exc, TimeoutError):
             self.options.note_stall()
+        self.options.note_freed(self._num_unparsed)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -191,9 +204,11 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unparsed += len(data)
         try:
             self._parse(data)
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
             if self._is_answering:
                 self._refuse_pipelined()
+            elif isinstance(error.__context__, _TooManyHeadersError):
+                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_MANY_HEADERS)
             else:
                 self._log(self.options.invalid_lines, "Requests that are not valid HTTP")
                 self._reject(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
@@ -211,11 +226,13 @@ class HttpConnection(HttpToolsProtocol):
         self._watch_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers are ignored: they must not replace headers, such as Authorization. `check_head`
-        # rejects the request after the first header above the limit, so later headers are dropped.
-        if not self._has_head and len(self.headers) <= MAX_HEADERS:
-            # The parser keeps the whitespace after a value, which is not part of it.
-            super().on_header(name, value.rstrip(b" \t"))
+        # Trailers are ignored: they must not replace headers, such as Authorization.
+        if self._has_head:
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            raise _TooManyHeadersError
+        # The parser keeps the whitespace after a value, which is not part of it.
+        super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         self._num_unparsed = 0

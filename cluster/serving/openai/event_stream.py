@@ -42,6 +42,8 @@ Result = TypeVar("Result")
 _OUTPUT_BYTES = 128
 """Memory of an output without its content."""
 
+_PAUSE_S = 0.002
+"""Between the parts of a large event."""
 _INTERVAL_S = 15.0
 """Proxies and clients often close a connection on which nothing arrives for a minute or more."""
 
@@ -151,7 +153,7 @@ async def _send_parts(parts: tuple[bytes, ...], send: Send) -> None:
         if number:
             # While its client reads fast, sending waits for nothing, but others have tokens to
             # send.
-            await asyncio.sleep(0)
+            await asyncio.sleep(_PAUSE_S)
         await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 

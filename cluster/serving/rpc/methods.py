@@ -163,6 +163,7 @@ def _answering(
         except Exception as error:
             if message is None:
                 log_rejection(servicer, name, error)
+            await servicer.delay_rejection(error)
             await abort_call(context, error)
 
     return answer
@@ -311,6 +312,8 @@ class MessageReader(Generic[Incoming]):
                 self._intake.reception.open_message(tenant.name) as incoming,
             ):
                 body = await self._receive(incoming, context)
+                if entered is not None:
+                    await entered.take_turn()
                 message = await self._intake.parse(
                     len(body), lambda: parse(self._kind, body, self._intake.size)
                 )

@@ -403,6 +403,7 @@ class MemoryServer:
                     read_timeout_s=_TIMEOUT_S,
                     most_open=8,
                     note_rejection=_memory_server_ignore,
+                    note_freed=lambda _: None,
                     note_stall=_memory_server_ignore,
                 )
             ),
