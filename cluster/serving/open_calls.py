@@ -34,7 +34,7 @@ _PAUSE_RATIO = 4.0
 _MAX_PAUSE_S = 0.25
 _REJECTED_S = 0.01
 _MIN_REJECTED_S = 0.05
-_MAX_REJECTED_S = 1.0
+_MAX_REJECTED_S = 5.0
 
 
 class _Task(Protocol):

@@ -294,8 +294,11 @@ class _Calls:
 
 HTTP2_ATTACKS: dict[str, Attack] = {
     "continuation_flood": FrameFlood(name="CONTINUATION flood", frames=_endless_headers),
-    "header_bomb": FrameFlood(name="HPACK bomb", frames=_header_bomb),
-    "header_name_bomb": FrameFlood(name="HPACK bomb, long name", frames=_header_name_bomb),
+    # A gateway bounds what gRPC handles before a call reaches the server.
+    "header_bomb": FrameFlood(name="HPACK bomb", is_bounded=False, frames=_header_bomb),
+    "header_name_bomb": FrameFlood(
+        name="HPACK bomb, long name", is_bounded=False, frames=_header_name_bomb
+    ),
     "header_bombs": HeaderBombs(name="HPACK bombs on 64 connections"),
     # gRPC accepts 16 MiB before the acknowledgement of its limits; hence a short header.
     "unacknowledged_bombs": HeaderBombs(
@@ -304,9 +307,11 @@ HTTP2_ATTACKS: dict[str, Attack] = {
         entry=literal_field(b"x", b"", is_indexed=True),
     ),
     "held_headers": _HeldHeaders(name="gRPC headers that never end"),
-    "keyless_calls": FrameFlood(name="calls without a key", frames=_keyless_calls),
+    "keyless_calls": FrameFlood(
+        name="calls without a key", is_bounded=False, frames=_keyless_calls
+    ),
     "ping_flood": FrameFlood(name="PING flood", frames=_pings),
-    "rapid_reset": FrameFlood(name="rapid reset", frames=_resets),
+    "rapid_reset": FrameFlood(name="rapid reset", is_bounded=False, frames=_resets),
     "settings_flood": FrameFlood(name="SETTINGS flood", frames=_settings),
     # 64 MiB of a tenant's messages, and what the allocator keeps beside them.
     "unending_messages": _UnendingMessages(name="unending messages", max_growth_mib=112.0),

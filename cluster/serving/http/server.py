@@ -49,6 +49,13 @@ logger = logging.getLogger(__name__)
 _ACCEPTED_AT_ONCE = 16
 _CLOSE_GRACE_S = 1.0
 _CLOSE_POLL_S = 0.05
+_RECEIVED_BYTES = 2**15
+_MIN_CHUNK_BYTES = 64
+_FREE_CHUNKS = 256
+_SMALL_CHUNKS = (
+    f"The chunks of a body must have {_MIN_CHUNK_BYTES} bytes on average after the first "
+    f"{_FREE_CHUNKS}."
+)
 
 
 class HttpServer:
@@ -148,8 +155,13 @@ class _PipelinedRequestError(Exception):
     """A request that follows while the response before it is being written."""
 
 
-class _TooManyHeadersError(Exception):
-    """A head that is not parsed to its end."""
+class _CostlyRequestError(Exception):
+    """A request that is not parsed to its end."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +188,9 @@ class HttpConnection(HttpToolsProtocol):
     options: ClassVar[ConnectionOptions]
     _num_unparsed = 0
     """Bytes since the parser last completed a head, a part of a body, or a request."""
+    _num_chunks = 0
+    """Pieces in which the parser has found the body of the request."""
+    _num_body_bytes = 0
     _has_head = False
     """Whether the parser is between the head and the end of a request."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -183,6 +198,8 @@ class HttpConnection(HttpToolsProtocol):
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # What asyncio reads at once; reading pauses only after it.
+        transport.max_size = _RECEIVED_BYTES
         if len(self.connections) > self.options.most_open:
             self._log(self.options.refused_lines, "HTTP connections beyond the limit")
             transport.abort()
@@ -207,8 +224,8 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             if self._is_answering:
                 self._refuse_pipelined()
-            elif isinstance(error.__context__, _TooManyHeadersError):
-                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_MANY_HEADERS)
+            elif isinstance(error.__context__, _CostlyRequestError):
+                self._reject(error.__context__.status, error.__context__.text)
             else:
                 self._log(self.options.invalid_lines, "Requests that are not valid HTTP")
                 self._reject(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
@@ -223,6 +240,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_answering:
             raise _PipelinedRequestError
         super().on_message_begin()
+        self._num_chunks = self._num_body_bytes = 0
         self._watch_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -230,7 +248,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._has_head:
             return
         if len(self.headers) >= MAX_HEADERS:
-            raise _TooManyHeadersError
+            raise _CostlyRequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_MANY_HEADERS)
         # The parser keeps the whitespace after a value, which is not part of it.
         super().on_header(name, value.rstrip(b" \t"))
 
@@ -249,6 +267,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
+        self._num_chunks += 1
+        self._num_body_bytes += len(body)
+        if self._num_chunks > _FREE_CHUNKS + self._num_body_bytes // _MIN_CHUNK_BYTES:
+            raise _CostlyRequestError(HTTPStatus.BAD_REQUEST, _SMALL_CHUNKS)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -17,6 +17,7 @@ from tests.serving.http.raw_requests import (
     HOST,
     IN_CHUNKS,
     JSON_HEAD,
+    chunked,
     connect,
     post,
     read_to_end,
@@ -258,3 +259,17 @@ def test_stream_over_http_1_0_ends_with_its_connection(server: Server, engine: F
     assert events.pop() == "data: [DONE]"
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "chunk_bytes", "status"), [(306, 1, 400), (256, 1, 200), (65_536, 64, 200)]
+)
+def test_chunks_of_a_long_body_may_not_be_small(
+    server: Server, num_bytes: int, chunk_bytes: int, status: int
+) -> None:
+    with connect(server) as connection:
+        # Not many more, since what the server does not read would reset the connection.
+        connection.sendall(chunked(BODY.ljust(num_bytes), chunk_bytes=chunk_bytes))
+        received = connection.recv(2**16)
+    assert received.startswith(b"HTTP/1.1 %d " % status)
+    assert (b"64 bytes on average" in received) == (status == 400)
