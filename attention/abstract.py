@@ -112,8 +112,8 @@ class AttentionMetadata(ABC):
         """Return the metadata of the next decode-only step; this metadata becomes invalid."""
 
     @property
-    def device_slot_mapping(self) -> torch.Tensor:
-        """Return `slot_mapping` on the device; valid until the next step is prepared."""
+    def device_slot_mappings(self) -> tuple[torch.Tensor, ...]:
+        """Return the slots of each group on the device; valid until the next step is prepared."""
         raise _no_capture(self)
 
     def rotates_layer(self, layer_index: int) -> bool:

@@ -54,18 +54,32 @@ class AttentionBatch:
     query_lens: npt.NDArray[np.int32]
     """Tokens computed in this step, `[num_sequences]`; 1 for a decode."""
     seq_lens: npt.NDArray[np.int32]
-    """Cached tokens plus computed tokens, `[num_sequences]`."""
+    """Cached tokens plus computed tokens, `[num_sequences]`; without the tokens of leading blocks
+    that the block tables omit."""
     block_tables: npt.NDArray[np.int32]
-    """Blocks of each sequence, right-padded with 0, `[num_sequences, >= max blocks]`."""
+    """Blocks of each sequence, right-padded with 0, `[num_sequences, >= max blocks]`. Tables of a
+    group with a window may omit blocks that no query of the step sees."""
     slot_mapping: npt.NDArray[np.int64]
     """Slot of each token, including padding, `[num_tokens]`; -1 if it is not written."""
     encoder: EncoderBatch | None = None
     """The encoder tokens of the step, for models with an encoder and a decoder."""
+    other_groups: tuple["AttentionBatch", ...] = ()
+    """The step in the blocks of each group of layers after the first. Only lengths, block tables
+    and slots differ."""
 
     def __post_init__(self) -> None:
         assert len(self.query_lens) == len(self.seq_lens) == len(self.block_tables)
         assert 0 <= self.num_prefills <= len(self.query_lens)
         assert self.encoder is None or len(self.encoder.seq_lens) == len(self.seq_lens)
+
+    @property
+    def groups(self) -> tuple["AttentionBatch", ...]:
+        """Return the step in the blocks of each group of layers."""
+        return (self, *self.other_groups)
+
+    def of_group(self, group: int) -> "AttentionBatch":
+        """Return the step in the blocks of one group of layers."""
+        return self.other_groups[group - 1] if group else self
 
     @property
     def num_decodes(self) -> int:
@@ -92,6 +106,7 @@ class AttentionBatch:
             block_tables=self.block_tables[:n],
             slot_mapping=self.slot_mapping[: self.num_prefill_tokens],
             encoder=self.encoder and self.encoder.part(0, n),
+            other_groups=tuple(group.prefills() for group in self.other_groups),
         )
 
     def decodes(self) -> "AttentionBatch":
@@ -104,6 +119,7 @@ class AttentionBatch:
             block_tables=self.block_tables[n:],
             slot_mapping=self.slot_mapping[self.num_prefill_tokens :],
             encoder=self.encoder and self.encoder.part(n, len(self.seq_lens)),
+            other_groups=tuple(group.decodes() for group in self.other_groups),
         )
 
     def last_tokens(self, is_selected: npt.NDArray[np.bool_]) -> "AttentionBatch":
@@ -118,15 +134,17 @@ class AttentionBatch:
             seq_lens=seq_lens,
             block_tables=self.block_tables[is_selected],
             slot_mapping=np.full(len(seq_lens), -1, dtype=np.int64),
+            other_groups=tuple(group.last_tokens(is_selected) for group in self.other_groups),
         )
 
-    def padded(self, num_sequences: int, num_blocks: int) -> "AttentionBatch":
-        """Return a decode-only batch with this number of sequences and width of block tables.
+    def padded(self, num_sequences: int, *widths: int) -> "AttentionBatch":
+        """Return a decode-only batch with this number of sequences.
 
-        Added sequences have no keys and write nothing; tables are truncated to the width. Raises
-        ValueError if there are prefills or more sequences.
+        `widths` are the widths of the block tables of each group, to which tables are truncated.
+        Added sequences have no keys and write nothing. Raises ValueError if there are prefills or
+        more sequences.
         """
-        size = len(self.seq_lens)
+        size, num_blocks = len(self.seq_lens), widths[0]
         if self.num_prefills or size > num_sequences:
             raise ValueError(
                 f"{size} sequences with {self.num_prefills} prefills do not fit a batch of "
@@ -158,6 +176,10 @@ class AttentionBatch:
                 block_tables=fit_tables(encoder.block_tables),
                 slot_mapping=encoder.slot_mapping,
             ),
+            other_groups=tuple(
+                group.padded(num_sequences, width)
+                for group, width in zip(self.other_groups, widths[1:], strict=True)
+            ),
         )
 
     def advanced(self, block_size: int) -> "AttentionBatch":
@@ -178,4 +200,9 @@ class AttentionBatch:
         slots = self.slot_mapping.copy()
         blocks = self.block_tables[np.arange(len(index)), index].astype(np.int64)
         slots[: len(index)] = blocks * block_size + offset
-        return replace(self, seq_lens=self.seq_lens + np.int32(1), slot_mapping=slots)
+        return replace(
+            self,
+            seq_lens=self.seq_lens + np.int32(1),
+            slot_mapping=slots,
+            other_groups=tuple(group.advanced(block_size) for group in self.other_groups),
+        )

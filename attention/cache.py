@@ -1,14 +1,22 @@
 """The KV cache layout of all backends, and copies of whole blocks.
 
 The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`,
-contiguous: a block of all layers is one contiguous chunk, and layer `l` sees `cache[:, l]`.
+contiguous: a block of all layers is one contiguous chunk, and layer `l` sees `cache[:, l]`. A cache
+of layers of several shapes is `[num_blocks, num_elements]`, which each shape views as its own.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["check_pairs", "copy_blocks", "kv_cache_shape", "runs_of", "swap_blocks"]
+__all__ = [
+    "check_pairs",
+    "copy_blocks",
+    "kv_cache_shape",
+    "layers_of_shape",
+    "runs_of",
+    "swap_blocks",
+]
 
 
 def kv_cache_shape(
@@ -16,6 +24,13 @@ def kv_cache_shape(
 ) -> tuple[int, int, int, int, int, int]:
     """Return the shape of a cache; index 0 of the third axis holds keys, 1 holds values."""
     return (num_blocks, num_layers, 2, block_size, num_kv_heads, head_size)
+
+
+def layers_of_shape(
+    cache: torch.Tensor, *, block_size: int, num_kv_heads: int, head_size: int
+) -> torch.Tensor:
+    """Return a cache as layers of this shape see it: with six dimensions."""
+    return cache.view(len(cache), -1, 2, block_size, num_kv_heads, head_size)
 
 
 def swap_blocks(

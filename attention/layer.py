@@ -146,13 +146,11 @@ class TensorCheck:
             return
         dtype = storage_dtype(cache_dtype(self._params.kv_cache_dtype, query.dtype))
         heads = (self._params.num_kv_heads, self._params.head_size)
-        if (
-            kv_cache.dim() != 6
-            or kv_cache.shape[2] != 2
-            or kv_cache.shape[4:] != heads
-            or kv_cache.dtype != dtype
-            or kv_cache.device != query.device
-        ):
+        # A cache of layers of several shapes has two dimensions.
+        is_shaped = kv_cache.dim() == 2 or (
+            kv_cache.dim() == 6 and kv_cache.shape[2] == 2 and kv_cache.shape[4:] == heads
+        )
+        if not is_shaped or kv_cache.dtype != dtype or kv_cache.device != query.device:
             raise ValueError(
                 f"kv_cache is {_words(kv_cache)}, but must be (num_blocks, num_layers, 2, "
                 f"block_size, {heads[0]}, {heads[1]}) {dtype} on {query.device}."

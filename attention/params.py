@@ -11,6 +11,8 @@ from enum import StrEnum
 
 import torch
 
+from pagedray.layout import CacheLayout, cache_layout
+
 __all__ = [
     "KV_CACHE_DTYPES",
     "AttentionParams",
@@ -94,6 +96,10 @@ class AttentionParams:
         """Return the parameters that a plan depends on: all but the fp8 scales."""
         return replace(self, k_scale=1.0, v_scale=1.0)
 
+    def block_elements(self, block_size: int) -> int:
+        """Return the elements of a layer's keys and values in a block."""
+        return 2 * block_size * self.num_kv_heads * self.head_size
+
     def shard(self, rank: int, num_ranks: int) -> "AttentionParams":
         """Return the part of one tensor-parallel rank: its heads and its slopes.
 
@@ -126,25 +132,88 @@ class AttentionSpec:
     block_size: int
     max_seq_len: int | None = None
     """Tokens of the longest sequence; required for captured graphs."""
+    layout: CacheLayout | None = None
+    """The groups of the cached layers, each with block tables of its own; None is a single group
+    of all layers, which keeps the keys of all tokens."""
+
+    def grouped(self) -> "AttentionSpec":
+        """Return the spec with layers in groups, so that each window frees its own blocks.
+
+        Layers that see all tokens, or the tokens of one window, and have one shape stay together.
+        """
+        cached = [layer for layer in self.layers if layer.is_cached]
+        if any(layer.attention_type is not AttentionType.DECODER for layer in cached):
+            return self
+        longest = math.inf if self.max_seq_len is None else self.max_seq_len
+        windows = [
+            None if (window := layer.sliding_window) is None or window >= longest else window
+            for layer in cached
+        ]
+        sizes = [layer.block_elements(self.block_size) for layer in cached]
+        layout = cache_layout(windows, self.block_size, sizes)
+        return self if layout.windows == (None,) else replace(self, layout=layout)
+
+    @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """Return the window behind which each group frees its blocks, None for no window."""
+        return (None,) if self.layout is None else self.layout.windows
+
+    @property
+    def cache_groups(self) -> tuple[int, ...]:
+        """Return the group of each layer; layers without a cache are in group 0."""
+        return tuple(group for group, _ in self._places)
 
     @property
     def cache_layers(self) -> tuple[int | None, ...]:
         """Return the place of each layer on the layer axis of the cache, None if it has no cache.
 
-        The k-th layer of self attention and the k-th of cross attention have the same place: their
-        blocks come from one pool, and their block tables are disjoint.
+        Layers of different groups may have the same place, and so do the k-th layer of self
+        attention and the k-th of cross attention: all blocks come from one pool, and the block
+        tables are disjoint.
         """
-        counts = Counter[AttentionType]()
-        places: list[int | None] = []
-        for layer in self.layers:
-            places.append(counts[layer.attention_type] if layer.is_cached else None)
-            counts[layer.attention_type] += 1
-        return tuple(places)
+        return tuple(place for _, place in self._places)
 
     @property
-    def num_cache_layers(self) -> int:
-        """Return the length of the cache's layer axis."""
-        return max((place + 1 for place in self.cache_layers if place is not None), default=0)
+    def _places(self) -> list[tuple[int, int | None]]:
+        """Return the group of each layer, and its place in the blocks of the group."""
+        if self.layout is None:
+            counts = Counter[AttentionType]()
+            places: list[tuple[int, int | None]] = []
+            for layer in self.layers:
+                kind = layer.attention_type
+                places.append((0, counts[kind] if layer.is_cached else None))
+                counts[kind] += 1
+            return places
+        cached = [i for i, layer in enumerate(self.layers) if layer.is_cached]
+        places = [(0, None)] * len(self.layers)
+        for index, group in enumerate(self.layout.groups):
+            for place, layer_index in enumerate(group.layers):
+                places[cached[layer_index]] = index, place
+        return places
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Return the shape of a block: `[num_layers, 2, block_size, num_kv_heads, head_size]`.
+
+        Layers of several shapes have blocks of one dimension, in which each layer has its own view.
+        """
+        shapes = {(layer.num_kv_heads, layer.head_size) for layer in self.layers}
+        if len(shapes) > 1:
+            return (self.block_elements,)
+        (shape,) = shapes
+        num_layers = max((place + 1 for place in self.cache_layers if place is not None), default=0)
+        return (num_layers, 2, self.block_size, *shape)
+
+    @property
+    def block_elements(self) -> int:
+        """Return the elements of a block, a multiple of the elements of every layer."""
+        needed = [
+            (place + 1) * layer.block_elements(self.block_size)
+            for layer, place in zip(self.layers, self.cache_layers, strict=True)
+            if place is not None
+        ]
+        unit = math.lcm(*(layer.block_elements(self.block_size) for layer in self.layers))
+        return -(-max(needed, default=0) // unit) * unit
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -171,11 +240,17 @@ def problems_of(spec: AttentionSpec) -> list[str]:
         problems.append(f"block_size is {spec.block_size}, but must be at least 1")
     if not spec.layers:
         problems.append("there are no layers")
-    shapes = {(layer.num_kv_heads, layer.head_size) for layer in spec.layers}
-    if len(shapes) > 1:
-        problems.append(
-            f"all layers share one cache, but differ in (num_kv_heads, head_size): {sorted(shapes)}"
-        )
+    for index in set(spec.cache_groups):
+        shapes = {
+            (layer.num_kv_heads, layer.head_size)
+            for layer, group in zip(spec.layers, spec.cache_groups, strict=True)
+            if group == index
+        }
+        if len(shapes) > 1:
+            problems.append(
+                "layers share the blocks of a cache, but differ in (num_kv_heads, head_size): "
+                f"{sorted(shapes)}"
+            )
     if len({layer.kv_cache_dtype for layer in spec.layers}) > 1:
         problems.append("all layers share one cache, but differ in kv_cache_dtype")
     for params in dict.fromkeys(spec.layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,13 +45,12 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
         graph_batch_size: int | None = None,
         memory: DecodeMemory | None = None,
     ) -> None:
-        # Self attention and cross attention see different blocks.
-        self._uploaders = {
-            is_cross: PageUploader(
+        # Self attention, cross attention and each group of layers see different blocks.
+        self._uploaders: dict[tuple[bool, int], PageUploader] = defaultdict(
+            lambda: PageUploader(
                 spec.device, spec.block_size, is_graph=graph_batch_size is not None
             )
-            for is_cross in (False, True)
-        }
+        )
         super().__init__(spec, graph_batch_size=graph_batch_size, memory=memory)
 
     def _reasons_for_shared(self, params: AttentionParams) -> dict[str, str]:
@@ -66,7 +66,7 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
             return SharedKernels(layers)
 
         is_cross = layers.params.attention_type is AttentionType.ENCODER_DECODER
-        return self._make_library_kernels(layers, self._uploaders[is_cross])
+        return self._make_library_kernels(layers, self._uploaders[is_cross, layers.group])
 
     def _make_library_kernels(self, layers: LayerSet, uploader: PageUploader) -> LayerKernels:
         """Return the kernels of layers that the library supports."""

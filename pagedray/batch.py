@@ -15,6 +15,11 @@ after all earlier steps, and have ended once every rank has acknowledged the ste
 plan uses a block that one of them reads or writes. The sources of evictions are the exception:
 anything in the same plan or later may overwrite them.
 
+A block table has an entry for every `block_size` tokens: a block in each group of layers of the
+cache. Tables are flattened entry by entry, `[num_entries, num_groups]`; uniform models have one
+group. A sequence frees the blocks behind the window of a group without a message: their places are
+not read any more, and the blocks may go to another sequence in the same plan.
+
 Reads and writes of files depend on no step: they begin when the plan arrives, and a `DiskReport` of
 every rank ends them. Until then, no plan writes a CPU block that they read, or uses one that they
 write.
@@ -72,9 +77,10 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     positions: bytes = b""
     """`[num_decodes]`: of the tokens that are computed."""
     growing_rows: bytes = b""
-    """`[num_new_blocks]`: the rows with a token that is the first in its block."""
+    """`[num_growing]`: the rows with a token that is the first in its block."""
     new_block_ids: bytes = b""
-    """`[num_new_blocks]`: appended to the block tables of these rows before the forward pass."""
+    """`[num_growing, num_groups]`: appended to the block tables of these rows before the forward
+    pass."""
 
     @classmethod
     def pack(
@@ -122,8 +128,9 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     which takes far less time than a list. Empty if it has a donor."""
     num_prompt_tokens: int
     block_ids: list[int]
-    """The block table so far, cached and swapped-in blocks included. If it has a donor, only the
-    block of the last token of the prompt: the donor's blocks before that block precede it."""
+    """The block table so far, cached and swapped-in blocks included, `[num_entries, num_groups]`;
+    -1 in place of blocks behind the window of their group. If it has a donor, only the entry of the
+    last token of the prompt: the donor's entries before that entry precede it."""
     sampling: SamplingParams
     seed: int
     index: int
@@ -150,7 +157,8 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_sampled: bool
     """Whether the step samples the next token."""
     new_block_ids: tuple[int, ...] = ()
-    """Appended to the row's block table before the forward pass."""
+    """`[num_new_entries, num_groups]`: appended to the row's block table before the forward
+    pass."""
 
     @property
     def num_pairs(self) -> int:
@@ -222,9 +230,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
         """All sequences in their order, decodes as chunks, which takes long if there are many."""
         rows, positions = array("i", self.decodes.rows), array("i", self.decodes.positions)
         growing_rows = array("i", self.decodes.growing_rows)
-        grown = dict(zip(growing_rows, array("i", self.decodes.new_block_ids), strict=True))
+        added = array("i", self.decodes.new_block_ids)
+        num_groups = len(added) // max(len(growing_rows), 1)
+        grown = {
+            row: tuple(added[index * num_groups : (index + 1) * num_groups])
+            for index, row in enumerate(growing_rows)
+        }
         decodes = [
-            SequencePlan(row, position, 1, True, (grown[row],) if row in grown else ())
+            SequencePlan(row, position, 1, True, grown.get(row, ()))
             for row, position in zip(rows, positions, strict=True)
         ]
         return self.chunks + decodes

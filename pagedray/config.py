@@ -68,6 +68,8 @@ class CacheSize:
     """Bytes of one block of all layers; of a group, on all its ranks together."""
     limits: StepLimits = StepLimits()
     """The limits of steps, for which the pools leave memory."""
+    groups: tuple[int | None, ...] = (None,)
+    """The window of each group of layers with a block table of its own; None sees all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,7 @@ class DecoderWorker(Worker):
                 max_model_len=max_model_len,
                 block_size=self._spec.block_size,
                 replays_decodes=self._device.type == "cpu",
+                windows=self._spec.group_windows,
             )
             sampler = Sampler(
                 max_num_rows=max_num_seqs,

@@ -10,6 +10,7 @@ import torch
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan, pack_token_ids
 from pagedray.config import CacheSize, EngineConfig
 from pagedray.errors import DeviceError, StartupError
+from pagedray.layout import num_held_blocks
 from pagedray.machine import available_host_bytes, host_memory_bytes
 from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -175,6 +176,7 @@ def cache_size(
         num_cpu_blocks=num_cpu_blocks,
         block_bytes=block_bytes(spec),
         limits=config.scheduler.limits(),
+        groups=spec.group_windows,
     )
     num_host_blocks = num_cpu_blocks + (num_blocks if spec.device.type == "cpu" else 0)
     _check_host_memory(num_host_blocks * size.block_bytes, num_neighbors)
@@ -205,14 +207,20 @@ def _num_fitting_blocks(config: EngineConfig, spec: AttentionSpec, memory: int) 
     """Return the blocks of a device pool that fit into memory and are of use."""
     num_blocks = memory // block_bytes(spec)
     num_blocks -= num_staging(config, spec, num_blocks)
-    blocks_per_sequence = -(-config.max_model_len // config.cache.block_size)
+    num_groups = len(spec.group_windows)
+    blocks_per_sequence = num_held_blocks(
+        config.max_model_len,
+        windows=spec.group_windows,
+        block_size=config.cache.block_size,
+        step_tokens=config.max_num_batched_tokens,
+    )
     # Room for every row at its maximum length, and as much again for cached prefixes.
     num_blocks = min(num_blocks, 2 * config.max_num_seqs * blocks_per_sequence)
-    if num_blocks < 2:
+    if num_blocks < 2 * num_groups:
         raise DeviceError(
             f"Only {memory} bytes of {spec.device.type} memory are left for the KV cache, which "
-            f"needs at least two blocks of {block_bytes(spec)} bytes; use a smaller model, more "
-            "ranks, a lower --max-num-seqs or --max-num-batched-tokens, or a higher "
+            f"needs at least {2 * num_groups} blocks of {block_bytes(spec)} bytes; use a smaller "
+            "model, more ranks, a lower --max-num-seqs or --max-num-batched-tokens, or a higher "
             "--memory-fraction."
         )
     return num_blocks

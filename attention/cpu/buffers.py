@@ -87,12 +87,15 @@ class Scratch:
 
 
 class LayerViews(NamedTuple):
-    """One layer's cache as matrices, offset so that all layers have the same indices."""
+    """One layer's cache as matrices, offset so that all layers of a shape have the same indices.
+
+    A block has `parts_per_block` rows of `blocks`, the keys and the values of each layer.
+    """
 
     blocks: torch.Tensor
-    """Row `2 * num_cache_layers * b` holds the keys of block `b`, the row after it the values."""
+    """Row `parts_per_block * b` holds the keys of block `b`, the row after it the values."""
     keys: torch.Tensor
-    """Row `2 * num_cache_layers * block_size * b + i` is the key of slot `i` of block `b`."""
+    """Row `parts_per_block * block_size * b + i` is the key of slot `i` of block `b`."""
     values: torch.Tensor
     """Like `keys`."""
 
@@ -101,20 +104,14 @@ class CacheViews:
     """The views of every layer of the cache that was used last."""
 
     def __init__(self, spec: AttentionSpec) -> None:
-        params = spec.layers[0]
+        self._spec = spec
         self._dtype = storage_dtype(spec.cache_dtype)
-        self._shape = (
-            spec.num_cache_layers,
-            2,
-            spec.block_size,
-            params.num_kv_heads,
-            params.head_size,
-        )
-        self._layers: list[LayerViews] = []
+        self._shape = spec.block_shape
+        self._layers: list[LayerViews | None] = []
         self._owner: weakref.ref[torch.Tensor] | None = None
 
-    def views_of(self, kv_cache: torch.Tensor) -> list[LayerViews]:
-        """Return the views of each place on the layer axis; they do not keep the cache alive."""
+    def views_of(self, kv_cache: torch.Tensor) -> list[LayerViews | None]:
+        """Return the views of each cached layer; they do not keep the cache alive."""
         if self._owner is None or self._owner() is not kv_cache:
             self._layers = self._make_views(kv_cache)
             self._owner = weakref.ref(kv_cache, self._forget)
@@ -124,25 +121,29 @@ class CacheViews:
         self._layers = []
         self._owner = None
 
-    def _make_views(self, kv_cache: torch.Tensor) -> list[LayerViews]:
+    def _make_views(self, kv_cache: torch.Tensor) -> list[LayerViews | None]:
         if tuple(kv_cache.shape[1:]) != self._shape or kv_cache.dtype != self._dtype:
             raise ValueError(
                 f"The cache is {tuple(kv_cache.shape)} {kv_cache.dtype}, "
                 f"but must be (num_blocks, {', '.join(map(str, self._shape))}) {self._dtype}."
             )
-        num_layers, _, block_size, num_kv_heads, head_size = self._shape
-        slot_size = num_kv_heads * head_size
+        places = self._spec.cache_layers
+        return [
+            None if place is None else self._layer_views(kv_cache, layer_index, place)
+            for layer_index, place in enumerate(places)
+        ]
+
+    def _layer_views(self, kv_cache: torch.Tensor, layer_index: int, place: int) -> LayerViews:
+        layer, block_size = self._spec.layers[layer_index], self._spec.block_size
+        slot_size = layer.num_kv_heads * layer.head_size
         # Views of `data` share the storage but do not keep the tensor object alive.
         blocks = kv_cache.data.view(-1, block_size * slot_size)
         slots = kv_cache.data.view(-1, slot_size)
-        return [
-            LayerViews(
-                blocks=blocks[2 * layer :],
-                keys=slots[2 * layer * block_size :],
-                values=slots[(2 * layer + 1) * block_size :],
-            )
-            for layer in range(num_layers)
-        ]
+        return LayerViews(
+            blocks=blocks[2 * place :],
+            keys=slots[2 * place * block_size :],
+            values=slots[(2 * place + 1) * block_size :],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,14 +185,11 @@ def plan_write(
     batch: _Batch,
     *,
     block_size: int,
-    num_layers: int,
+    parts_per_block: int,
     indices: StepArrays,
     kernel: CacheWrite | None,
 ) -> WritePlan:
-    """Return the plan of one step.
-
-    `num_layers` is the length of the cache's layer axis.
-    """
+    """Return the plan of one step. `parts_per_block` is as in `LayerViews`."""
     stops = np.cumsum(batch.query_lens, dtype=np.int64)
     slots = batch.slot_mapping[: int(stops[-1]) if len(stops) else 0]
     is_written = slots >= 0
@@ -206,11 +204,11 @@ def plan_write(
         tokens_array[:] = written
     blocks, offsets = np.divmod(slots, block_size)
     slots_array, slots_tensor = indices.allocate(len(slots))
-    np.add(blocks * (2 * num_layers * block_size), offsets, out=slots_array)
+    np.add(blocks * (parts_per_block * block_size), offsets, out=slots_array)
     stale_blocks = None
     if len(stale):
         array, stale_blocks = indices.allocate(2 * len(stale))
-        np.multiply(stale, 2 * num_layers, out=array[: len(stale)])
+        np.multiply(stale, parts_per_block, out=array[: len(stale)])
         np.add(array[: len(stale)], 1, out=array[len(stale) :])
     return WritePlan(
         num_tokens=len(slots),

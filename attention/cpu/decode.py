@@ -215,7 +215,7 @@ class Gatherer:
         self._num_kv_heads = params.num_kv_heads
         self._slot_size = params.num_kv_heads * params.head_size
         self._block_size = spec.block_size
-        self._parts_per_block = 2 * spec.num_cache_layers
+        self._parts_per_block = 2 * spec.block_elements // params.block_elements(spec.block_size)
         self._fp8 = KV_CACHE_DTYPES[params.kv_cache_dtype]
         self._indices = indices
         self._scratch = scratch

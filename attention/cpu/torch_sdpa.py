@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -82,7 +82,10 @@ class TorchSDPAMetadata(AttentionMetadata):
     def profile_plan(self, layer_index: int) -> LayerPlan:
         """Return the plan of a layer without a cache: every query is a prompt without context."""
         if self._profile_plans is None:
-            alone = replace(self._batch, seq_lens=self._batch.query_lens)
+            groups = [
+                replace(g, seq_lens=g.query_lens, other_groups=()) for g in self._batch.groups
+            ]
+            alone = replace(groups[0], other_groups=tuple(groups[1:]))
             self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
         return self._profile_plans[layer_index]
 
@@ -146,9 +149,9 @@ class TorchSDPAMetadata(AttentionMetadata):
 
     def cache_views(self, kv_cache: torch.Tensor, layer_index: int) -> LayerViews:
         """Return the cache views of a cached layer."""
-        place = self._builder.places[layer_index]
-        assert place is not None
-        return self._builder.views.views_of(kv_cache)[place]
+        views = self._builder.views.views_of(kv_cache)[layer_index]
+        assert views is not None
+        return views
 
 
 class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
@@ -161,7 +164,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         self.views = CacheViews(spec)
         self.places = spec.cache_layers
         """Each layer's place on the cache's layer axis."""
-        self._num_cache_layers = spec.num_cache_layers
+        groups = spec.cache_groups
         self._indices = StepArrays(torch.int64)
         self._biases = StepArrays(torch.float32)
         buffers = PlanBuffers(
@@ -172,11 +175,11 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             pairs=Scratch(torch.int32),
         )
         self._cache_write = CacheWrite.make() if use_kernel else None
-        keys = [params.plan_key for params in spec.layers]
+        keys = [(params.plan_key, group) for params, group in zip(spec.layers, groups, strict=True)]
         distinct = list(dict.fromkeys(keys))
-        kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in distinct]
+        kernels = [PagedDecode.make(params, spec) if use_kernel else None for params, _ in distinct]
         prefill_kernels = [
-            PagedPrefill.make(params, spec) if use_kernel else None for params in distinct
+            PagedPrefill.make(params, spec) if use_kernel else None for params, _ in distinct
         ]
         self._planners = [
             make_planner(
@@ -186,9 +189,16 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
                 has_kernel=kernel is not None,
                 max_prefill_queries=None if prefill is None else prefill.max_queries,
             )
-            for params, kernel, prefill in zip(distinct, kernels, prefill_kernels, strict=True)
+            for (params, _), kernel, prefill in zip(distinct, kernels, prefill_kernels, strict=True)
         ]
-        self._types = [params.attention_type for params in distinct]
+        self._kinds = [
+            _WriteKind(
+                params.attention_type,
+                group,
+                2 * spec.block_elements // params.block_elements(spec.block_size),
+            )
+            for params, group in distinct
+        ]
         self._planner_of_layer = [distinct.index(key) for key in keys]
         self.decode_kernels = [kernels[planner] for planner in self._planner_of_layer]
         """The decode kernel of each layer, or None."""
@@ -222,28 +232,38 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
 
     def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[LayerPlan]:
-        """Return the plan of each layer; layers with the same plan key share a plan."""
-        writes: dict[AttentionType, WritePlan] = {}
+        """Return the plan of each layer; layers of a group with the same plan key share a plan."""
+        writes: dict[_WriteKind, WritePlan] = {}
         plans = []
-        for kind, planner in zip(self._types, self._planners, strict=True):
+        for kind, planner in zip(self._kinds, self._planners, strict=True):
+            group = batch.of_group(kind.group)
             if has_cache and kind not in writes:
-                write = self._plan_write(batch, kind)
+                write = self._plan_write(group, kind)
                 if write is not None:
                     writes[kind] = write
-            plans.append(planner.plan_step(batch, writes.get(kind)))
+            plans.append(planner.plan_step(group, writes.get(kind)))
         return [plans[planner] for planner in self._planner_of_layer]
 
-    def _plan_write(self, batch: AttentionBatch, kind: AttentionType) -> WritePlan | None:
-        """Return where layers of a type write keys and values, or None if they do not."""
-        if kind not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+    def _plan_write(self, batch: AttentionBatch, kind: _WriteKind) -> WritePlan | None:
+        """Return where layers write keys and values, or None if they do not."""
+        if kind.attention_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             return None
         return plan_write(
-            batch if kind is AttentionType.DECODER else encoder_of(batch),
+            batch if kind.attention_type is AttentionType.DECODER else encoder_of(batch),
             block_size=self._spec.block_size,
-            num_layers=self._num_cache_layers,
+            parts_per_block=kind.parts_per_block,
             indices=self._indices,
             kernel=self._cache_write,
         )
+
+
+class _WriteKind(NamedTuple):
+    """Layers that write to the same rows of their views."""
+
+    attention_type: AttentionType
+    group: int
+    parts_per_block: int
+    """As in `LayerViews`."""
 
 
 def _provider(kernel: PagedPrefill | PagedDecode | None) -> str:

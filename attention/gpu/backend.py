@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
@@ -174,13 +175,14 @@ class GpuState(AttentionState):
         """Return the tensors that the captured graph reads, by name."""
         assert isinstance(metadata, GpuMetadata)
         batch = metadata.prepare_step()
-        assert batch.decodes is not None
-        assert batch.decodes.block_tables is not None
-        buffers = {
-            "slot_mapping": batch.slot_mapping,
-            "seq_lens": batch.decodes.seq_lens,
-            "block_tables": batch.decodes.block_tables,
-        }
+        buffers = {}
+        for index, group in enumerate(batch.groups):
+            suffix = f"_{index}" if index else ""
+            assert group.decodes is not None
+            assert group.decodes.block_tables is not None
+            buffers["slot_mapping" + suffix] = group.slot_mapping
+            buffers["seq_lens" + suffix] = group.decodes.seq_lens
+            buffers["block_tables" + suffix] = group.decodes.block_tables
         if batch.cross_decodes is not None:
             assert batch.cross_decodes.block_tables is not None
             buffers["cross_seq_lens"] = batch.cross_decodes.seq_lens
@@ -225,13 +227,13 @@ def _no_decodes(spec: AttentionSpec) -> AttentionBatch:
         layer.attention_type is AttentionType.ENCODER_DECODER for layer in spec.layers
     )
     encoder = EncoderBatch(query_lens=none, seq_lens=none, block_tables=tables, slot_mapping=slots)
-    return AttentionBatch(
-        num_prefills=0,
-        query_lens=none,
-        seq_lens=none,
-        block_tables=tables,
-        slot_mapping=slots,
+    group = AttentionBatch(
+        num_prefills=0, query_lens=none, seq_lens=none, block_tables=tables, slot_mapping=slots
+    )
+    return replace(
+        group,
         encoder=encoder if has_encoder else None,
+        other_groups=(group,) * (len(spec.group_windows) - 1),
     )
 
 

@@ -28,7 +28,6 @@ _Ints = npt.NDArray[np.int32]
 _Array = npt.NDArray[Any]  # int32 or int64
 _ALIGNMENT = 16
 _WORD_BYTES = 8
-_NUM_SLOT_ARRAYS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +74,17 @@ class GpuBatch:
     """`[num_tokens]` int64."""
     encoder_slot_mapping: torch.Tensor | None
     num_padding: int
+    other_groups: tuple[GpuBatch, ...] = ()
+    """The step in the blocks of each group of layers after the first."""
+
+    @property
+    def groups(self) -> tuple[GpuBatch, ...]:
+        """Return the step in the blocks of each group of layers."""
+        return (self, *self.other_groups)
+
+    def of_group(self, group: int) -> GpuBatch:
+        """Return the step in the blocks of one group of layers."""
+        return self.other_groups[group - 1] if group else self
 
     def sub_batches_of(self, kind: AttentionType) -> tuple[SubBatch | None, SubBatch | None]:
         """Return the prefills and the decodes over the keys that layers of a type see."""
@@ -93,10 +103,10 @@ class GpuBatch:
 class GpuBatchUploader:
     """Uploads steps from pinned memory to one buffer on the GPU."""
 
-    def __init__(self, device: torch.device, *, max_seq_len: int | None = None) -> None:
-        """`max_seq_len` is that of every `SubBatch`, for graphs; None for each step's own."""
+    def __init__(self, device: torch.device, *, max_seq_lens: Sequence[int] | None = None) -> None:
+        """`max_seq_lens` are the bounds of each group, for graphs; None takes the step's own."""
         self._device = device
-        self._max_seq_len = max_seq_len
+        self._max_seq_lens = max_seq_lens
         self._pinned = PinnedRing(device)
         self._on_device = torch.empty(0, dtype=torch.int64, device=device)
         self._layout: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
@@ -105,21 +115,11 @@ class GpuBatchUploader:
 
     def upload(self, batch: AttentionBatch) -> GpuBatch:
         """Return the step's numbers on the device, without waiting for it."""
-        host = _HostBatch(batch)
-        slots, encoder_slots, *tensors = self._copy(host.arrays)
-        prefills, decodes, cross_prefills, cross_decodes, encoders = (
-            None if part is None else self._sub_batch(part, tensors) for part in host.sub_batches
-        )
-        self._latest = GpuBatch(
-            prefills=prefills,
-            decodes=decodes,
-            cross_prefills=cross_prefills,
-            cross_decodes=cross_decodes,
-            encoders=encoders,
-            slot_mapping=slots,
-            encoder_slot_mapping=encoder_slots if batch.encoder is not None else None,
-            num_padding=batch.num_padding,
-        )
+        arrays: list[_Array] = []
+        hosts = [_HostBatch(group, arrays) for group in batch.groups]
+        tensors = self._copy(arrays)
+        first, *others = (self._gpu_batch(host, tensors, group) for group, host in enumerate(hosts))
+        self._latest = replace(first, other_groups=tuple(others)) if others else first
         return self._latest
 
     def advance(self, batch: AttentionBatch, *, after: GpuBatch, block_size: int) -> GpuBatch:
@@ -127,29 +127,59 @@ class GpuBatchUploader:
 
         They are advanced in place, or uploaded if another step has overwritten them.
         """
-        before = after.decodes
-        if self._latest is not after or before is None:
+        if self._latest is not after or after.decodes is None:
             return self.upload(batch)
+        first, *others = (
+            self._advanced(host, before, group, block_size)
+            for group, (host, before) in enumerate(zip(batch.groups, after.groups, strict=True))
+        )
+        self._latest = replace(first, other_groups=tuple(others))
+        return self._latest
+
+    def _advanced(
+        self, batch: AttentionBatch, after: GpuBatch, group: int, block_size: int
+    ) -> GpuBatch:
         # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.advance import advance
 
+        before = after.decodes
+        assert before is not None
         assert before.block_tables is not None
         # The padding of a graph has no keys, and is not advanced.
         advance(before.seq_lens, after.slot_mapping, before.block_tables, block_size=block_size)
-        longest = int(batch.seq_lens.max(initial=0))
         decodes = replace(
             before,
             host_seq_lens=batch.seq_lens,
-            max_seq_len=self._max_seq_len or longest,
+            max_seq_len=self._max_seq_len(batch.seq_lens, group),
             has_no_context=False,
         )
-        self._latest = replace(after, decodes=decodes)
-        return self._latest
+        return replace(after, decodes=decodes)
 
-    def _sub_batch(self, part: _HostSubBatch, tensors: list[torch.Tensor]) -> SubBatch:
+    def _gpu_batch(self, host: _HostBatch, tensors: list[torch.Tensor], group: int) -> GpuBatch:
+        prefills, decodes, cross_prefills, cross_decodes, encoders = (
+            None if part is None else self._sub_batch(part, tensors, group)
+            for part in host.sub_batches
+        )
+        has_encoder = host.batch.encoder is not None
+        return GpuBatch(
+            prefills=prefills,
+            decodes=decodes,
+            cross_prefills=cross_prefills,
+            cross_decodes=cross_decodes,
+            encoders=encoders,
+            slot_mapping=tensors[host.index],
+            encoder_slot_mapping=tensors[host.index + 1] if has_encoder else None,
+            num_padding=host.batch.num_padding,
+        )
+
+    def _max_seq_len(self, seq_lens: _Ints, group: int) -> int:
+        if self._max_seq_lens is not None:
+            return self._max_seq_lens[group]
+        return int(seq_lens.max(initial=0))
+
+    def _sub_batch(self, part: _HostSubBatch, tensors: list[torch.Tensor], group: int) -> SubBatch:
         starts, lens = tensors[part.index], tensors[part.index + 1]
         tables = None if part.block_tables is None else tensors[part.index + 2]
-        max_seq_len = int(part.seq_lens.max(initial=0))
         return SubBatch(
             first_token=part.first_token,
             num_tokens=int(part.query_lens.sum()),
@@ -160,7 +190,7 @@ class GpuBatchUploader:
             seq_lens=lens,
             block_tables=tables,
             max_query_len=int(part.query_lens.max(initial=0)),
-            max_seq_len=self._max_seq_len or max_seq_len,
+            max_seq_len=self._max_seq_len(part.seq_lens, group),
             has_no_context=bool((part.query_lens == part.seq_lens).all()),
         )
 
@@ -207,7 +237,7 @@ class _HostSubBatch:
         self.query_lens = query_lens
         self.seq_lens = seq_lens
         self.block_tables = block_tables
-        self.index = len(arrays) - _NUM_SLOT_ARRAYS
+        self.index = len(arrays)
         """Index of the starts; the lengths follow, and then the tables, if any."""
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
@@ -217,15 +247,17 @@ class _HostSubBatch:
 
 
 class _HostBatch:
-    """The arrays of a batch to upload."""
+    """A batch on the host, and the index of its arrays."""
 
-    def __init__(self, batch: AttentionBatch) -> None:
+    def __init__(self, batch: AttentionBatch, arrays: list[_Array]) -> None:
+        """Append the arrays to upload to `arrays`."""
+        self.batch = batch
+        self.index = len(arrays)
+        """Index of the slots; the slots of the encoder follow, if any."""
         encoder = batch.encoder
-        no_slots = np.zeros(0, dtype=np.int64)
-        self.arrays: list[_Array] = [
-            batch.slot_mapping,
-            no_slots if encoder is None else encoder.slot_mapping,
-        ]
+        arrays.append(batch.slot_mapping)
+        if encoder is not None:
+            arrays.append(encoder.slot_mapping)
         self.sub_batches: list[_HostSubBatch | None] = [None] * 5
         first, total = batch.num_prefills, len(batch.query_lens)
         starts = (0, batch.num_prefill_tokens)
@@ -234,7 +266,7 @@ class _HostBatch:
                 continue
             query_lens = batch.query_lens[part]
             self.sub_batches[index] = _HostSubBatch(
-                self.arrays,
+                arrays,
                 starts[index],
                 query_lens,
                 batch.seq_lens[part],
@@ -242,7 +274,7 @@ class _HostBatch:
             )
             if encoder is not None:
                 self.sub_batches[2 + index] = _HostSubBatch(
-                    self.arrays,
+                    arrays,
                     starts[index],
                     query_lens,
                     encoder.seq_lens[part],
@@ -250,7 +282,7 @@ class _HostBatch:
                 )
         if encoder is not None and (is_run := encoder.query_lens > 0).any():
             lens = encoder.query_lens[is_run]
-            self.sub_batches[4] = _HostSubBatch(self.arrays, 0, lens, lens, None)
+            self.sub_batches[4] = _HostSubBatch(arrays, 0, lens, lens, None)
 
 
 class PinnedRing:

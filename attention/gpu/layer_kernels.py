@@ -22,7 +22,7 @@ class LayerCache:
     blocks: torch.Tensor
     """`[num_blocks, 2, block_size, num_kv_heads, head_size]`, strided; fp8 is viewed as such."""
     pool: torch.Tensor
-    """The cache of all layers, viewed likewise."""
+    """The whole cache, viewed as layers of the same shape."""
     place: int
     """The layer's place on the cache's layer axis."""
     k_scale: float
@@ -41,9 +41,11 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSet:
-    """Layers with equal parameters, planned together."""
+    """Layers of a group with equal parameters, planned together."""
 
     params: AttentionParams
+    group: int
+    """The group of all layers, from whose block tables they read."""
     spec: AttentionSpec
     is_graph: bool
     """Whether plans are for a captured graph, which fixes shapes and addresses."""
@@ -60,6 +62,7 @@ class LayerKernels(ABC):
 
     def __init__(self, layers: LayerSet) -> None:
         self.params = layers.params
+        self.group = layers.group
         self.spec = layers.spec
         self.is_graph = layers.is_graph
 
@@ -75,7 +78,10 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def plan_step(self, batch: GpuBatch) -> None:
-        """Plan a step in place of the previous step, without waiting for the GPU."""
+        """Plan a step in place of the previous step, without waiting for the GPU.
+
+        `batch` is the step in the blocks of the layers' group.
+        """
 
     @abstractmethod
     def prefill(

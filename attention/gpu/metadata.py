@@ -21,6 +21,7 @@ from attention.abstract import (
     AttentionSpec,
     AttentionType,
 )
+from attention.cache import layers_of_shape
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
@@ -95,8 +96,8 @@ class GpuMetadata(AttentionMetadata):
     def attend(
         self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
-        batch = self.prepare_step()
         params, kernels = self._builder.layer(layer_index)
+        batch = self.prepare_step().of_group(kernels.group)
         cache = None
         if params.is_cached and kv_cache.numel():
             cache = self._builder.layer_cache(layer_index, kv_cache)
@@ -119,8 +120,8 @@ class GpuMetadata(AttentionMetadata):
         return is_decoder and not self.num_prefills and kernels.takes_new_tokens
 
     @property
-    def device_slot_mapping(self) -> torch.Tensor:
-        return self.prepare_step().slot_mapping
+    def device_slot_mappings(self) -> tuple[torch.Tensor, ...]:
+        return tuple(group.slot_mapping for group in self.prepare_step().groups)
 
     def _attend_new(
         self,
@@ -200,18 +201,25 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         is_graph = graph_batch_size is not None
         if is_graph and spec.max_seq_len is None:
             raise ValueError("max_seq_len is None, but captured graphs require it.")
+        self._table_widths = _table_widths(spec) if is_graph else ()
         self._uploader = GpuBatchUploader(
-            spec.device, max_seq_len=spec.max_seq_len if is_graph else None
+            spec.device, max_seq_lens=_max_seq_lens(spec) if is_graph else None
         )
         memory = memory or DecodeMemory(spec.device)
+        keys = [
+            (layer.plan_key, group)
+            for layer, group in zip(spec.layers, spec.cache_groups, strict=True)
+        ]
         kernels = {
-            params: self._make_kernels(
-                LayerSet(params=params, spec=spec, is_graph=is_graph, memory=memory)
+            (params, group): self._make_kernels(
+                LayerSet(params=params, group=group, spec=spec, is_graph=is_graph, memory=memory)
             )
-            for params in dict.fromkeys(layer.plan_key for layer in spec.layers)
+            for params, group in dict.fromkeys(keys)
         }
         self._kernels = tuple(kernels.values())
-        self._layers = [(params, kernels[params.plan_key]) for params in spec.layers]
+        self._layers = [
+            (params, kernels[key]) for params, key in zip(spec.layers, keys, strict=True)
+        ]
         self._places = spec.cache_layers
         self._kv_cache: torch.Tensor | None = None
         self._layer_caches: dict[int, LayerCache] = {}
@@ -258,14 +266,13 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         """Return a batch padded for the graph, or unchanged if this builder belongs to none."""
         if self._graph_batch_size is None:
             return batch
-        assert self._spec.max_seq_len is not None
-        longest = int(batch.seq_lens.max(initial=0))
-        if longest > self._spec.max_seq_len:
-            raise ValueError(
-                f"A sequence of {longest} tokens does not fit a graph for {self._spec.max_seq_len}."
-            )
-        width = -(-self._spec.max_seq_len // self._spec.block_size)
-        return batch.padded(self._graph_batch_size, width)
+        for group, limit in zip(batch.groups, _max_seq_lens(self._spec), strict=True):
+            longest = int(group.seq_lens.max(initial=0))
+            if longest > limit:
+                raise ValueError(
+                    f"A sequence of {longest} tokens does not fit a graph for {limit}."
+                )
+        return batch.padded(self._graph_batch_size, *self._table_widths)
 
     def prepare_step(self, batch: AttentionBatch, *, after: GpuBatch | None) -> GpuBatch:
         """Upload a step and plan it for all layers.
@@ -277,7 +284,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         else:
             gpu_batch = self._uploader.advance(batch, after=after, block_size=self._spec.block_size)
         for kernels in self._kernels:
-            kernels.plan_step(gpu_batch)
+            kernels.plan_step(gpu_batch.of_group(kernels.group))
         return gpu_batch
 
     def providers(self) -> dict[str, dict[str, int]]:
@@ -291,8 +298,11 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
     def provider_sentences(self) -> list[str]:
         """Return a sentence for each provider of some layers, with why it is not the library."""
         sentences = []
-        for kernels in self._kernels:
-            layers = [i for i, (_, other) in enumerate(self._layers) if other is kernels]
+        # Layers of different groups with equal parameters have equal kernels.
+        for kernels in {kernels.params: kernels for kernels in self._kernels}.values():
+            layers = [
+                i for i, (_, other) in enumerate(self._layers) if other.params == kernels.params
+            ]
             reasons = self._reasons_for_shared(kernels.params)
             parts: dict[tuple[str, str | None], list[str]] = defaultdict(list)
             for part, provider in kernels.providers.items():
@@ -328,7 +338,30 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         if kv_cache.dtype != self._spec.cache_dtype:
             kv_cache = kv_cache.view(self._spec.cache_dtype)
         params = self._spec.layers[layer_index]
-        return LayerCache(kv_cache[:, place], kv_cache, place, params.k_scale, params.v_scale)
+        layers = layers_of_shape(
+            kv_cache,
+            block_size=self._spec.block_size,
+            num_kv_heads=params.num_kv_heads,
+            head_size=params.head_size,
+        )
+        return LayerCache(layers[:, place], layers, place, params.k_scale, params.v_scale)
+
+
+def _table_widths(spec: AttentionSpec) -> tuple[int, ...]:
+    """Return the most blocks that the block tables of a decode need, of each group."""
+    assert spec.max_seq_len is not None
+    most = -(-spec.max_seq_len // spec.block_size)
+    # The keys that a window covers may begin at the end of a block.
+    return tuple(
+        most if window is None else min(most, -(-(window - 1) // spec.block_size) + 1)
+        for window in spec.group_windows
+    )
+
+
+def _max_seq_lens(spec: AttentionSpec) -> tuple[int, ...]:
+    """Return the most keys in the block tables of a decode, of each group."""
+    assert spec.max_seq_len is not None
+    return tuple(min(spec.max_seq_len, width * spec.block_size) for width in _table_widths(spec))
 
 
 class OpTarget(Protocol):

@@ -157,7 +157,7 @@ class PagedDecodes:
         self._block_size = spec.block_size
         # The op has one table for the keys and values of one layer. It sees a block of the cache of
         # all layers as so many blocks, of which a layer addresses its own.
-        self._blocks_per_block = 2 * spec.num_cache_layers
+        self._blocks_per_block = 2 * spec.block_elements // params.block_elements(spec.block_size)
         self._op = decode_op(spec.block_size)
         self._is_graph = is_graph
         self._inputs: _Inputs | None = None

@@ -14,7 +14,7 @@ from attention.abstract import (
     AttentionType,
 )
 from tests.attention.dense_reference import relative_error
-from tests.attention.rig import TOLERANCE, Rig, RigSequence, params_of
+from tests.attention.rig import TOLERANCE, Rig, params_of
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -65,15 +65,20 @@ def gpu_rig(
     backend: type[AttentionBackend],
     dtype: torch.dtype,
     block_size: int,
+    is_grouped: bool = False,
 ) -> Rig:
-    """Return a rig with room for all that `run_steps` runs."""
+    """Return a rig with room for all that `run_steps` runs.
+
+    `is_grouped` gives the layers of each window and shape block tables of their own.
+    """
     return Rig(
         *layers,
         backend=backend,
         dtype=dtype,
         block_size=block_size,
-        num_blocks=1600 // block_size + 20,
+        num_blocks=(1600 // block_size + 20) * (len(layers) if is_grouped else 1),
         device="cuda",
+        is_grouped=is_grouped,
     )
 
 
@@ -91,7 +96,11 @@ def run_steps(rig: Rig) -> None:
 
 
 def check_replays(
-    backend: type[AttentionBackend], *layers: AttentionParams, dtype: torch.dtype, block_size: int
+    backend: type[AttentionBackend],
+    *layers: AttentionParams,
+    dtype: torch.dtype,
+    block_size: int,
+    is_grouped: bool = False,
 ) -> None:
     """Check that replays equal eager steps while sequences grow into their next blocks."""
     rig = Rig(
@@ -101,6 +110,7 @@ def check_replays(
         block_size=block_size,
         num_blocks=64,
         device="cuda",
+        is_grouped=is_grouped,
     )
     a, b = rig.sequence(9), rig.sequence(40)
     rig.step(prefills=[(a, block_size - 2), (b, 2 * block_size - 1)])
@@ -114,7 +124,7 @@ def check_replays(
         ]
 
     replay = _captured(replace(rig.spec, max_seq_len=6 * block_size), backend, forward, num_rows)
-    for _ in range(4):
+    for _ in range(2 * block_size if is_grouped else 4):
         for rows in (rows for parts in inputs for rows in parts if rows is not None):
             rows.copy_(rig.random(*rows.shape))
             rows[2:] = float("nan")  # Padding may hold anything.
@@ -127,7 +137,8 @@ def check_replays(
         for out, reference in zip(replayed, expected, strict=True):
             assert (out[2:] == 0).all()
             assert relative_error(out[:2], reference) < TOLERANCE[dtype]
-        _grow(a, b)
+        for sequence in (a, b):
+            rig.advance(sequence)
 
 
 def check_graph_inputs(rig: Rig, backend: type[AttentionBackend]) -> None:
@@ -139,26 +150,42 @@ def check_graph_inputs(rig: Rig, backend: type[AttentionBackend]) -> None:
         captured = state.graph_capture_get_metadata_for_batch(4)
         clone = state.graph_clone(4)
         buffers = clone.get_graph_input_buffers(captured)
-    params = rig.spec.layers[0]
-    sizes = [n * params.head_size for n in (params.num_heads, *[params.num_kv_heads] * 2)]
-    query, key, value = rig.random(4, sum(sizes)).to(rig.spec.device).split(sizes, 1)
-    query[2:], key[2:], value[2:] = (float("nan"),) * 3  # Padding may hold anything.
+    inputs = []
+    for params in rig.spec.layers:
+        rows = _device_rows(rig, params, 4)
+        for tensor in rows:
+            assert tensor is not None
+            tensor[2:] = float("nan")  # Padding may hold anything.
+        inputs.append(rows)
     for _ in range(3):
         live = rig.builder.build(rig.batch([], [a, b]))
         clone.prepare_graph_input_buffers(buffers, live)
-        for layer in rig.layers:
+        for layer, (query, key, value) in zip(rig.layers, inputs, strict=True):
+            assert key is not None
+            assert value is not None
             replayed = layer(query, key, value, rig.cache, captured)
             expected = layer(query[:2], key[:2], value[:2], rig.cache, live)
             assert relative_error(replayed[:2].cpu(), expected.cpu()) < TOLERANCE[rig.spec.dtype]
             assert (replayed[2:] == 0).all()
-        a.length, b.length = a.length + 1, b.length + 1
+        for sequence in (a, b):
+            rig.advance(sequence)
 
 
 def check_waits_for_nothing(
-    backend: type[AttentionBackend], *layers: AttentionParams, dtype: torch.dtype
+    backend: type[AttentionBackend],
+    *layers: AttentionParams,
+    dtype: torch.dtype,
+    is_grouped: bool = False,
 ) -> None:
     """Check that neither planning nor running a step waits for the GPU."""
-    rig = Rig(*layers, backend=backend, dtype=dtype, block_size=16, device="cuda")
+    rig = Rig(
+        *layers,
+        backend=backend,
+        dtype=dtype,
+        block_size=16,
+        device="cuda",
+        is_grouped=is_grouped,
+    )
     a, b, c = rig.sequence(), rig.sequence(), rig.sequence()
     rig.step(prefills=[(a, 9), (b, 5)])
     batches = rig.batch([], [a, b]), rig.batch([(c, 20)], [a, b])
@@ -239,8 +266,3 @@ def _eager(
         value = None if value is None else value[:num_tokens]
         outputs.append(layer(query[:num_tokens], key, value, rig.cache, metadata))
     return outputs
-
-
-def _grow(*sequences: RigSequence) -> None:
-    for sequence in sequences:
-        sequence.length += 1

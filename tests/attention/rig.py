@@ -1,9 +1,11 @@
 """A small engine around one backend: sequences, blocks, and steps that are checked.
 
 Each sequence remembers every key and value that it was ever given, so that each step's output
-can be compared with the dense reference. The cache starts as NaN, and so do freed blocks.
+can be compared with the dense reference. The cache starts as NaN, and so do freed blocks, also
+those behind the window of a group of layers.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +25,14 @@ from attention.abstract import (
 from attention.cpu.torch_sdpa import TorchSDPABackend, TorchSDPAMetadataBuilder
 from attention.layer import Attention
 from attention.params import storage_dtype
+from pagedray.layout import CacheLayout
 from tests.attention.dense_reference import as_cached, dense_attention, relative_error, sinks_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 # Both fp8 types read this byte as NaN.
 _NAN_BYTE = 0x7F
+_FREED = -1
+"""In place of a block behind the window."""
 
 
 def params_of(
@@ -66,6 +71,8 @@ class RigSequence:
     """One sequence: its blocks, and per layer all keys and values so far."""
 
     blocks: list[int] = field(default_factory=list)
+    other_blocks: list[list[int]] = field(default_factory=list)
+    """Of each group of layers after the first."""
     length: int = 0
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
@@ -73,6 +80,11 @@ class RigSequence:
     encoder_blocks: list[int] = field(default_factory=list)
     is_encoded: bool = False
     """Whether its encoder ran."""
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Return the blocks of each group."""
+        return [self.blocks, *self.other_blocks]
 
 
 class Rig:
@@ -90,9 +102,13 @@ class Rig:
         num_blocks: int = 96,
         seed: int = 0,
         device: str = "cpu",
+        layout: CacheLayout | None = None,
+        is_grouped: bool = False,
     ) -> None:
+        """`is_grouped` has the groups of a rank, if there is no `layout`."""
         self.backend = backend
-        self.spec = self.spec_of(*layers, dtype=dtype, block_size=block_size, device=device)
+        spec = self.spec_of(*layers, dtype=dtype, block_size=block_size, device=device)
+        self.spec = spec.grouped() if is_grouped else replace(spec, layout=layout)
         assert backend.check(self.spec) == ()
         self.layers = [
             Attention(params, layer_index=i, backend=backend, sinks=sinks_of(params, device))
@@ -103,19 +119,15 @@ class Rig:
             if backend is TorchSDPABackend
             else backend.make_metadata_builder(self.spec)
         )
-        shape = backend.get_kv_cache_shape(
-            num_blocks=num_blocks,
-            num_layers=self.spec.num_cache_layers,
-            block_size=block_size,
-            num_kv_heads=layers[0].num_kv_heads,
-            head_size=layers[0].head_size,
-        )
+        shape = num_blocks, *self.spec.block_shape
         cache_dtype = storage_dtype(self.spec.cache_dtype)
         self.nan = _NAN_BYTE if cache_dtype == torch.uint8 else float("nan")
         self.cache = torch.full(shape, self.nan, dtype=cache_dtype, device=device)
         self.generator = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.poisoned = self.free.pop()
+        self.num_sharing = Counter[int]()
+        """Of each block with forks, how many sequences have it beside the first."""
         self.magnitude = 1.0
         self.worst_error = 0.0
         """The largest so far, as `relative_error` has it."""
@@ -148,24 +160,47 @@ class Rig:
             for params in self.spec.layers
         ]
         return RigSequence(
-            keys=list(empty), values=list(empty), num_encoder_tokens=num_encoder_tokens
+            other_blocks=[[] for _ in self.spec.group_windows[1:]],
+            keys=list(empty),
+            values=list(empty),
+            num_encoder_tokens=num_encoder_tokens,
         )
 
     def fork(self, parent: RigSequence) -> RigSequence:
         """Return a copy that shares all full blocks and has its own copy of the last one."""
         shared = parent.length // self.spec.block_size
-        blocks = parent.blocks[:shared]
-        if parent.length % self.spec.block_size:
-            blocks.append(self.free.pop())
-            self.backend.copy_blocks(self.cache, [(parent.blocks[shared], blocks[-1])])
-        return replace(parent, blocks=blocks, keys=list(parent.keys), values=list(parent.values))
+        tables = [table[:shared] for table in parent.tables]
+        for table, blocks in zip(parent.tables, tables, strict=True):
+            self.num_sharing.update(block for block in blocks if block != _FREED)
+            if parent.length % self.spec.block_size:
+                blocks.append(self.free.pop())
+                self.backend.copy_blocks(self.cache, [(table[shared], blocks[-1])])
+        return replace(
+            parent,
+            blocks=tables[0],
+            other_blocks=tables[1:],
+            keys=list(parent.keys),
+            values=list(parent.values),
+        )
 
     def release(self, sequence: RigSequence) -> None:
         """Free the blocks of a sequence, with NaN in them."""
-        blocks = sequence.blocks + sequence.encoder_blocks
-        self.cache[blocks] = self.nan
-        self.free += blocks
+        for blocks in (*sequence.tables, sequence.encoder_blocks):
+            self._free_blocks(list(blocks), len(blocks))
         sequence.blocks, sequence.encoder_blocks = [], []
+        sequence.other_blocks = [[] for _ in sequence.other_blocks]
+
+    def _free_blocks(self, blocks: list[int], end: int) -> None:
+        """Free the blocks before an entry that no other sequence has, with NaN in them."""
+        for entry, block in enumerate(blocks[:end]):
+            if block == _FREED:
+                continue
+            blocks[entry] = _FREED
+            if self.num_sharing[block]:
+                self.num_sharing[block] -= 1
+            else:
+                self.cache[block] = self.nan
+                self.free.append(block)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
         """Return the slots of a run of positions."""
@@ -180,18 +215,43 @@ class Rig:
     ) -> AttentionBatch:
         """Return the batch that gives each prefill so many more tokens and each decode one."""
         work = [*prefills, *((sequence, 1) for sequence in decodes)]
-        slots: list[int] = []
-        for sequence, count in work:
-            self._extend(sequence.blocks, sequence.length + count)
-            slots += self.slots(sequence.blocks, sequence.length, sequence.length + count)
-        return AttentionBatch(
-            num_prefills=len(prefills),
-            query_lens=np.array([count for _, count in work], dtype=np.int32),
-            seq_lens=np.array([s.length + count for s, count in work], dtype=np.int32),
-            block_tables=self._tables([sequence.blocks for sequence, _ in work]),
-            slot_mapping=np.array(slots + [-1] * num_padding, dtype=np.int64),
-            encoder=self._encoder_batch([sequence for sequence, _ in work]),
+        first, *others = (
+            self._group_batch(group, len(prefills), work, num_padding)
+            for group in range(len(self.spec.group_windows))
         )
+        encoder = self._encoder_batch([sequence for sequence, _ in work])
+        return replace(first, encoder=encoder, other_groups=tuple(others))
+
+    def _group_batch(
+        self,
+        group: int,
+        num_prefills: int,
+        work: Sequence[tuple[RigSequence, int]],
+        num_padding: int,
+    ) -> AttentionBatch:
+        slots: list[int] = []
+        seq_lens: list[int] = []
+        tables: list[list[int]] = []
+        for sequence, count in work:
+            table, length = sequence.tables[group], sequence.length
+            self._extend(table, length + count)
+            slots += self.slots(table, length, length + count)
+            num_dead = self._num_dead(group, length)
+            tables.append(table[num_dead:])
+            seq_lens.append(length + count - num_dead * self.spec.block_size)
+            assert _FREED not in tables[-1]
+        return AttentionBatch(
+            num_prefills=num_prefills,
+            query_lens=np.array([count for _, count in work], dtype=np.int32),
+            seq_lens=np.array(seq_lens, dtype=np.int32),
+            block_tables=self._tables(tables),
+            slot_mapping=np.array(slots + [-1] * num_padding, dtype=np.int64),
+        )
+
+    def _num_dead(self, group: int, length: int) -> int:
+        """Return how many blocks are behind the window of a query at this position."""
+        window = self.spec.group_windows[group]
+        return 0 if window is None else max(0, length - window + 1) // self.spec.block_size
 
     def step(
         self,
@@ -241,9 +301,15 @@ class Rig:
             self._remember(i, [s for s, _ in work], num_keys, key, value)
             self._check(i, [s for s, _ in work], num_queries, query, outputs[-1])
         for sequence, count in work:
-            sequence.length += count
+            self.advance(sequence, count)
             sequence.is_encoded = True
         return outputs
+
+    def advance(self, sequence: RigSequence, num_tokens: int = 1) -> None:
+        """Count tokens that a step has computed, and free the blocks behind the windows."""
+        sequence.length += num_tokens
+        for group, table in enumerate(sequence.tables):
+            self._free_blocks(table, self._num_dead(group, sequence.length))
 
     def _project(
         self,

@@ -129,7 +129,7 @@ def test_every_reason_is_given_at_once() -> None:
     reasons = TorchSDPABackend.check(spec)
     expected = [
         "block_size is 0",
-        "all layers share one cache",
+        "layers share the blocks of a cache",
         "num_heads 5 is not a multiple of num_kv_heads 2",
         "scale is nan",
         "sliding_window is 0",

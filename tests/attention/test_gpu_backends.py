@@ -138,13 +138,18 @@ class Case:
     layers: tuple[AttentionParams, ...]
     dtype: torch.dtype = BFLOAT
     block_size: int = 16
+    is_grouped: bool = False
     backend: type[AttentionBackend] = TorchSDPABackend
     """Set by `over`."""
 
     def rig(self) -> Rig:
         """Return a rig with room for all steps."""
         return gpu_rig(
-            *self.layers, backend=self.backend, dtype=self.dtype, block_size=self.block_size
+            *self.layers,
+            backend=self.backend,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            is_grouped=self.is_grouped,
         )
 
 
@@ -246,6 +251,30 @@ def _of_features(*features: str) -> Callable[[Covered], Iterator[Case]]:
     return cases
 
 
+GROUPED_LAYERS = (
+    ("window", "plain"),
+    ("window", "window", "plain", "window", "window+cap", "plain"),
+    ("window+sinks", "sinks", "window+sinks", "window+sinks"),
+    ("alibi", "window+alibi"),
+    ("e4m3", "e4m3+window+cap"),
+    ("window",),
+)
+
+
+def _grouped(covered: Covered) -> Iterator[Case]:
+    """Return cases of layers in groups; those of two shapes come last."""
+    for features in GROUPED_LAYERS:
+        for block_size in BLOCK_SIZES[:2]:
+            yield Case(
+                name=f"{'+'.join(features)}-{block_size}",
+                layers=tuple(FEATURES[feature] for feature in features),
+                block_size=block_size,
+                is_grouped=True,
+            )
+    wide = params_of(8, 4, 128, sliding_window=37)
+    yield Case(name="shapes", layers=(wide, params_of(8, 2, 256), wide, wide), is_grouped=True)
+
+
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -285,6 +314,35 @@ def test_encoder_alone(case: Case) -> None:
 @over(_of_features("window", "plain", "window+cap", "plain", "alibi", "window+sinks", "sinks"))
 def test_layers_with_and_without_window_alternate(case: Case) -> None:
     run_steps(case.rig())
+
+
+@over(_grouped)
+def test_groups_of_layers_equal_the_dense_reference(case: Case) -> None:
+    rig = case.rig()
+    run_steps(rig)
+    # Far longer than the window, so that most blocks are freed and filled with NaN.
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 70), (b, 3)])
+    rig.step(prefills=[(a, 90)], decodes=[b])
+    for _ in range(3):
+        rig.step(decodes=[a, b], num_padding=2)
+
+
+@over(_grouped)
+def test_replays_of_groups_of_layers_equal_eager_steps(case: Case) -> None:
+    check_replays(
+        case.backend,
+        *case.layers,
+        dtype=case.dtype,
+        block_size=case.block_size,
+        is_grouped=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@over(_of_features("plain", "window", "window", "sinks"))
+def test_a_step_of_groups_does_not_synchronize_with_the_gpu(case: Case) -> None:
+    check_waits_for_nothing(case.backend, *case.layers, dtype=case.dtype, is_grouped=True)
 
 
 @over(_of_features("plain"))
@@ -345,9 +403,10 @@ def test_sequence_survives_a_copy_to_scattered_blocks(case: Case) -> None:
     rig.step(decodes=[sequence])
 
 
+@pytest.mark.parametrize("is_grouped", [False, True])
 @over(_of_features("plain", "window"))
-def test_advanced_step_equals_one_that_is_uploaded(case: Case) -> None:
-    rig = case.rig()
+def test_advanced_step_equals_one_that_is_uploaded(case: Case, is_grouped: bool) -> None:
+    rig = replace(case, is_grouped=is_grouped).rig()
     a, b = rig.sequence(), rig.sequence()
     rig.step(prefills=[(a, 14), (b, 40)])
     batch = rig.batch([], [a, b])

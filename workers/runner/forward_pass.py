@@ -132,10 +132,12 @@ class SampledAttention:
         assert inputs.logits_indices is not None
         decodes = inputs.attention.last_tokens(inputs.sampled_sequences)
         sampled = self._sampled_builder.build(decodes) if decodes.num_decodes else None
+        groups = self._builder.spec.cache_groups
 
         def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
-            slots = metadata.device_slot_mapping
-            self._builder.write_layer(layer.layer_index, key, value, self._kv_cache, slots)
+            index = layer.layer_index
+            slots = metadata.device_slot_mappings[groups[index]]
+            self._builder.write_layer(index, key, value, self._kv_cache, slots)
 
         return _SampledStep(self._kv_cache, inputs.logits_indices, sampled, write)
 

@@ -6,7 +6,7 @@ step touches a few numbers per row. The tokens are in a table on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from attention.abstract import AttentionBatch
 from workers.sampling.logprobs import PromptChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -69,19 +69,24 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         replays_decodes: bool,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        """`replays_decodes` makes decodes of generated tokens that are computed again.
+        """`windows` are the windows of the groups of layers, each with a block table for each row.
+
+        `replays_decodes` makes decodes of generated tokens that are computed again.
 
         Only on a CPU do all other kernels give a token the same numbers in any batch.
         """
         self._table = table
         self._block_size = block_size
         self._replays_decodes = replays_decodes
+        self._windows = windows
         self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self._num_prompt_logprobs = np.full(max_num_rows, _NO_LOGPROBS)
         max_blocks = -(-max_model_len // block_size)
-        self._block_tables = np.zeros((max_num_rows, max_blocks), dtype=np.int32)
-        self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
+        self._block_tables = np.zeros((len(windows), max_num_rows, max_blocks), dtype=np.int32)
+        """Of each group and row. All groups of a row have the same number of entries."""
+        self._num_entries = np.zeros(max_num_rows, dtype=np.int64)
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Start the rows of new sequences and append new blocks to block tables."""
@@ -98,9 +103,10 @@ class InputBatch:
                 self._append_blocks(chunk.row, chunk.new_block_ids)
         if plan.decodes.growing_rows:
             rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
-            ends = self._num_blocks[rows]
-            self._block_tables[rows, ends] = np.frombuffer(plan.decodes.new_block_ids, np.int32)
-            self._num_blocks[rows] = ends + 1
+            ends = self._num_entries[rows]
+            blocks = np.frombuffer(plan.decodes.new_block_ids, np.int32)
+            self._block_tables[:, rows, ends] = blocks.reshape(len(rows), -1).T
+            self._num_entries[rows] = ends + 1
 
     def prepare_inputs(self, plan: StepPlan) -> StepInputs:
         """Return the flat inputs of a step, tokens in the plan's order.
@@ -148,12 +154,13 @@ class InputBatch:
             positions=device_positions,
             logits_indices=None if selects_all else device_indices,
             sampled_sequences=None if has_others else is_sampled,
-            attention=AttentionBatch(
-                num_prefills=int((num_tokens > 1).sum()),
-                query_lens=num_tokens.astype(np.int32),
-                seq_lens=seq_lens.astype(np.int32),
-                block_tables=self._tables(rows, seq_lens),
-                slot_mapping=self._slots(token_rows, positions),
+            attention=self._attention_batch(
+                rows,
+                int((num_tokens > 1).sum()),
+                num_tokens.astype(np.int32),
+                seq_lens,
+                token_rows,
+                positions,
             ),
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
@@ -173,12 +180,8 @@ class InputBatch:
             token_ids=token_ids,
             positions=device_positions,
             logits_indices=None,
-            attention=AttentionBatch(
-                num_prefills=0,
-                query_lens=np.ones(len(rows), dtype=np.int32),
-                seq_lens=ends.astype(np.int32),
-                block_tables=self._tables(rows, ends),
-                slot_mapping=self._slots(rows, positions),
+            attention=self._attention_batch(
+                rows, 0, np.ones(len(rows), dtype=np.int32), ends, rows, positions
             ),
             sampled_rows=rows,
             sampled_positions=ends,
@@ -200,9 +203,9 @@ class InputBatch:
         num_shared = 0
         if start.donor_row >= 0:
             num_shared = (start.num_prompt_tokens - 1) // self._block_size
-            donor = self._block_tables[start.donor_row, :num_shared]
-            self._block_tables[start.row, :num_shared] = donor
-        self._num_blocks[start.row] = num_shared
+            donor = self._block_tables[:, start.donor_row, :num_shared]
+            self._block_tables[:, start.row, :num_shared] = donor
+        self._num_entries[start.row] = num_shared
         self._append_blocks(start.row, start.block_ids)
 
     def _prompt_chunk(self, row: int, position: int, num_tokens: int) -> PromptChunk | None:
@@ -221,9 +224,12 @@ class InputBatch:
         )
 
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
-        first = self._num_blocks[row]
-        self._block_tables[row, first : first + len(block_ids)] = block_ids
-        self._num_blocks[row] = first + len(block_ids)
+        first = self._num_entries[row]
+        entries = np.array(block_ids, dtype=np.int32).reshape(-1, len(self._windows))
+        end = first + len(entries)
+        # No step reads an entry without a block.
+        self._block_tables[:, row, first:end] = np.maximum(entries, 0).T
+        self._num_entries[row] = end
 
     def _parts(self, rows: _Ints, first_positions: _Ints, num_tokens: _Ints) -> _Parts:
         """Split chunks so that each generated token in them is a decode, as it was at first.
@@ -244,15 +250,70 @@ class InputBatch:
         owners, starts, lengths = np.array(parts, dtype=np.int64).T
         return owners, starts, lengths
 
-    def _tables(self, rows: _Ints, seq_lens: _Ints) -> NDArray[np.int32]:
-        """Return the block tables of rows, as wide as the longest sequence needs."""
-        return self._block_tables[rows, : -(-int(seq_lens.max()) // self._block_size)]
+    def _attention_batch(
+        self,
+        rows: _Ints,
+        num_prefills: int,
+        query_lens: NDArray[np.int32],
+        seq_lens: _Ints,
+        token_rows: _Ints,
+        positions: _Ints,
+    ) -> AttentionBatch:
+        """Return the batch of sequences in these rows, prefills first.
 
-    def _slots(
-        self, token_rows: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        blocks = self._block_tables[token_rows, positions // self._block_size]
-        return blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        `token_rows` and `positions` are by token.
+        """
+        places = self._places(token_rows, positions // self._block_size)
+        offsets = positions % self._block_size
+        seen = self._seen_tables(rows, query_lens, seq_lens)
+        groups = []
+        for tables, (block_tables, lengths) in zip(self._block_tables, seen, strict=True):
+            slots = tables.reshape(-1).take(places).astype(np.int64)
+            slots *= self._block_size
+            slots += offsets
+            group = AttentionBatch(
+                num_prefills=num_prefills,
+                query_lens=query_lens,
+                seq_lens=lengths,
+                block_tables=block_tables,
+                slot_mapping=slots,
+            )
+            groups.append(group)
+        return groups[0] if len(groups) == 1 else replace(groups[0], other_groups=tuple(groups[1:]))
+
+    def _seen_tables(
+        self, rows: _Ints, query_lens: NDArray[np.int32], seq_lens: _Ints
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Yield the block tables of rows in each group, and the tokens that they hold.
+
+        Tables are as wide as necessary, and omit all blocks behind the window of the first query.
+        """
+        all_lens = seq_lens.astype(np.int32)
+        shifts: dict[int, tuple[_Ints, NDArray[np.int32]]] = {}
+        for tables, window in zip(self._block_tables, self._windows, strict=True):
+            if window is None:
+                yield tables[rows, : -(-int(seq_lens.max()) // self._block_size)], all_lens
+                continue
+            if window not in shifts:
+                shifts[window] = self._shift(rows, query_lens, seq_lens, window)
+            places, lengths = shifts[window]
+            yield tables.reshape(-1).take(places), lengths
+
+    def _shift(
+        self, rows: _Ints, query_lens: NDArray[np.int32], seq_lens: _Ints, window: int
+    ) -> tuple[_Ints, NDArray[np.int32]]:
+        """Return the entries of rows that a window covers, and the tokens in them."""
+        firsts = np.maximum(seq_lens - query_lens - window + 1, 0) // self._block_size
+        lengths = seq_lens - firsts * self._block_size
+        entries = firsts[:, None] + np.arange(-(-int(lengths.max()) // self._block_size))
+        # Tables of shorter sequences are padded with any blocks.
+        entries = np.minimum(entries, self._block_tables.shape[2] - 1)
+        return self._places(rows[:, None], entries), lengths.astype(np.int32)
+
+    def _places(self, rows: _Ints, entries: _Ints) -> _Ints:
+        """Return where entries of rows are in the table of each group."""
+        places: _Ints = rows * self._block_tables.shape[2] + entries
+        return places
 
 
 def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:

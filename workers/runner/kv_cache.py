@@ -1,20 +1,18 @@
 """The KV cache of one rank: a device pool and a CPU pool of equal layout.
 
-Both are block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, so that a
-block of all layers is contiguous and a swap is one copy per block. The scheduler assigns blocks.
+Both are block-major, `[num_blocks, *AttentionSpec.block_shape]`, so that a block of all layers of a
+group is contiguous and a swap is one copy per block. The scheduler assigns blocks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from attention.cache import kv_cache_shape
 from attention.params import storage_dtype
 from workers.runner.host_pool import CudaPinner, HostPool
 
@@ -50,9 +48,8 @@ _IN_STREAM_ORDER = 1
 
 
 def block_bytes(spec: AttentionSpec) -> int:
-    """Return the bytes of one block of all layers on one rank."""
-    shape = _block_shape(spec)
-    return math.prod(shape) * spec.cache_dtype.itemsize
+    """Return the bytes of one block on one rank."""
+    return spec.block_elements * spec.cache_dtype.itemsize
 
 
 def num_staging_blocks(spec: AttentionSpec, num_blocks: int) -> int:
@@ -75,11 +72,13 @@ def make_host_pool(
     A new pool is in memory of the `mapper`, if it has any, and calls `note_unpinned` with the
     number of blocks that a GPU cannot pin. Raises OSError if the host does not have the memory.
     """
-    layout = num_blocks, _block_shape(spec), storage_dtype(spec.cache_dtype)
+    layout = num_blocks, spec.block_shape, storage_dtype(spec.cache_dtype)
     if former is not None and former.has_layout(*layout):
         return former
     pinner = CudaPinner(spec.device) if spec.device.type == "cuda" else None
-    mapped = mapper.map_pool(*layout) if mapper is not None and num_blocks else None
+    mapped = None
+    if mapper is not None and num_blocks:
+        mapped = mapper.map_pool(*layout, groups=spec.layout)
     return HostPool(*layout, pinner=pinner, mapped=mapped, note_unpinned=note_unpinned)
 
 
@@ -96,7 +95,7 @@ class KVCache:
         num_staging: int = 0,
     ) -> None:
         """`num_staging` blocks follow the device pool."""
-        shape = num_blocks + num_staging, *_block_shape(spec)
+        shape = num_blocks + num_staging, *spec.block_shape
         dtype = storage_dtype(spec.cache_dtype)
         self._backend = backend
         # Zeros, since masked scores still multiply values: NaN in unused slots would spread.
@@ -134,17 +133,6 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     """Return zeros that take no memory before they are written; torch would write them."""
     # Integers of the same size, since NumPy lacks some of torch's types.
     return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
-
-
-def _block_shape(spec: AttentionSpec) -> tuple[int, ...]:
-    layer = spec.layers[0]
-    return kv_cache_shape(
-        num_blocks=1,
-        num_layers=spec.num_cache_layers,
-        block_size=spec.block_size,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-    )[1:]
 
 
 class PoolCopier:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.config import EngineConfig
+    from pagedray.layout import CacheLayout
 
 __all__ = ["MappedPool", "PoolMapper", "PoolOrigin"]
 
@@ -41,10 +42,18 @@ class PoolMapper:
         self._origin = PoolOrigin(config, rank=rank)
 
     def map_pool(
-        self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        groups: CacheLayout | None,
     ) -> MappedPool | None:
-        """Return the memory of a pool, or None if that has to be private."""
-        layout = num_blocks, tuple(block_shape), dtype
+        """Return the memory of a pool, or None if that has to be private.
+
+        `groups` are the groups of layers, each with blocks of its own, if there are several.
+        """
+        layout = num_blocks, tuple(block_shape), dtype, groups
         try:
             return MappedPool(
                 self._address,

@@ -151,13 +151,15 @@ class PieceGraphs(StepGraphs[Recording]):
         """`sizes` are the numbers of tokens to capture, ascending."""
         super().__init__(setup, sizes)
         self._builder = builder
-        self._slots = torch.full_like(self._token_ids, -1)
+        self._groups = builder.spec.cache_groups
+        self._slots = [torch.full_like(self._token_ids, -1) for _ in builder.spec.group_windows]
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
         size, recording = self._capture_for(num_tokens)
-        self._slots[:num_tokens].copy_(metadata.device_slot_mapping)
-        self._slots[num_tokens:size].fill_(-1)
+        for slots, written in zip(self._slots, metadata.device_slot_mappings, strict=True):
+            slots[:num_tokens].copy_(written)
+            slots[num_tokens:size].fill_(-1)
         for layer, piece in enumerate(recording.pieces):
             self._progress.enter(Phase.LAYER, layer)
             piece.graph.replay()
@@ -211,12 +213,15 @@ class PieceGraphs(StepGraphs[Recording]):
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
         """Return a function that writes a layer's keys and values to this many slots."""
-        slots = self._slots[:size]
+        slots_of = [slots[:size] for slots in self._slots]
         # Slots of an earlier step belong to the tokens of that step.
-        slots.fill_(-1)
+        for slots in slots_of:
+            slots.fill_(-1)
 
         def write(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None:
-            self._builder.write_layer(layer.layer_index, key, value, self._kv_cache, slots)
+            index = layer.layer_index
+            slots = slots_of[self._groups[index]]
+            self._builder.write_layer(index, key, value, self._kv_cache, slots)
 
         return write
 

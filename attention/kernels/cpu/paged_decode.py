@@ -74,7 +74,7 @@ class _PagedShape(ctypes.Structure):
             num_kv_heads=params.num_kv_heads,
             head_size=params.head_size,
             block_size=spec.block_size,
-            block_stride=2 * spec.num_cache_layers * block_elements,
+            block_stride=spec.block_elements,
             value_offset=block_elements,
             window=params.sliding_window or 0,
             format=_FORMATS.get(spec.cache_dtype, 0),

@@ -262,7 +262,7 @@ def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
 
     metadata = rig.builder.build(batch)
     slots = torch.full((9,), -1, dtype=torch.int64, device=rig.spec.device)
-    slots[:6] = metadata.device_slot_mapping
+    (slots[:6],) = metadata.device_slot_mappings
     for layer_index, (query, key, value) in enumerate(inputs):
         rig.builder.write_layer(layer_index, key, value, rig.cache, slots)
         query, key, value = (tensor.unflatten(1, (-1, 16)) for tensor in (query, key, value))

@@ -175,7 +175,7 @@ class BartRun:
         self._cache = torch.full(
             TorchSDPABackend.get_kv_cache_shape(
                 num_blocks=100,
-                num_layers=spec.num_cache_layers,
+                num_layers=spec.block_shape[0],
                 block_size=BLOCK_SIZE,
                 num_kv_heads=spec.layers[0].num_kv_heads,
                 head_size=model.config.head_size,

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention.abstract import AttentionBatch
 from pagedray.batch import Decodes, SequencePlan, SequenceStart, StepPlan, pack_token_ids
 from pagedray.sampling_params import SamplingParams
 from tests.workers.devices import DEVICES
@@ -255,31 +257,37 @@ class Row:
 
     token_ids: list[int]
     num_prompt_tokens: int
-    block_ids: list[int]
+    entries: list[list[int]]
+    """The block of each group, for every entry of the block table."""
     num_computed: int
     num_prompt_logprobs: int | None
     rng: random.Random = field(repr=False)
 
-    def chunk(self, row: int, block_size: int, block_ids: list[int]) -> SequencePlan:
+    def chunk(
+        self, row: int, block_size: int, num_groups: int, block_ids: list[int]
+    ) -> SequencePlan:
         """Compute some of the known tokens, in new blocks of the pool `block_ids`."""
         num_left = len(self.token_ids) - self.num_computed
         num_tokens = self.rng.randint(1, num_left)
         end = self.num_computed + num_tokens
-        num_new = max(0, -(-end // block_size) - len(self.block_ids))
-        added = [block_ids.pop() for _ in range(num_new)]
-        self.block_ids += added
+        num_new = max(0, -(-end // block_size) - len(self.entries))
+        added = [[block_ids.pop() for _ in range(num_groups)] for _ in range(num_new)]
+        self.entries += added
         is_sampled = num_tokens == num_left
-        return SequencePlan(row, self.num_computed, num_tokens, is_sampled, tuple(added))
+        return SequencePlan(row, self.num_computed, num_tokens, is_sampled, tuple(chain(*added)))
 
 
 class Rows:
     """Sequences that start, some preempted before, compute chunks, sample and end."""
 
-    def __init__(self, rng: random.Random, block_size: int) -> None:
+    def __init__(
+        self, rng: random.Random, block_size: int, windows: tuple[int | None, ...]
+    ) -> None:
         self.by_row: dict[int, Row] = {}
         self._rng = rng
         self._block_size = block_size
-        self._block_ids = list(range(2000))
+        self._windows = windows
+        self._block_ids = list(range(6000))
         rng.shuffle(self._block_ids)
 
     def plan(self, step: int) -> StepPlan:
@@ -290,7 +298,7 @@ class Rows:
             if row not in self.by_row and rng.random() < 0.5
         ]
         chunks = [
-            one.chunk(row, self._block_size, self._block_ids)
+            one.chunk(row, self._block_size, len(self._windows), self._block_ids)
             for row, one in self.by_row.items()
             if rng.random() < 0.8
         ]
@@ -304,7 +312,7 @@ class Rows:
             [one.row for one in decodes],
             [one.first_position for one in decodes],
             [one.row for one in growing],
-            [one.new_block_ids[0] for one in growing],
+            [block_id for one in growing for block_id in one.new_block_ids],
         )
         return StepPlan(step, others, starts, packed)
 
@@ -315,14 +323,21 @@ class Rows:
         number, index = rng.choice((None, 0, 2)), rng.choice((0, 0, 1))
         # A prompt that is described is computed, and at least one token always is.
         num_cached = 0 if number is not None else rng.randint(0, (len(token_ids) - 1) // block_size)
-        block_ids = [self._block_ids.pop() for _ in range(num_cached)]
+        num_computed = num_cached * block_size
+        entries = [[self._block_ids.pop() for _ in self._windows] for _ in range(num_cached)]
         described = number if index == 0 else None
-        self.by_row[row] = Row(
-            token_ids, num_prompt_tokens, block_ids, num_cached * block_size, described, rng
-        )
+        self.by_row[row] = Row(token_ids, num_prompt_tokens, entries, num_computed, described, rng)
         sampling = SamplingParams(prompt_logprobs=number)
+        # No key of a block is visible from the first token that is computed.
+        block_ids = [
+            -1
+            if window is not None and (entry + 1) * block_size <= num_computed - window + 1
+            else block_id
+            for entry, blocks in enumerate(entries)
+            for block_id, window in zip(blocks, self._windows, strict=True)
+        ]
         return SequenceStart(
-            row, pack_token_ids(token_ids), num_prompt_tokens, block_ids[:], sampling, 0, index
+            row, pack_token_ids(token_ids), num_prompt_tokens, block_ids, sampling, 0, index
         )
 
     def note_step(self, plan: StepPlan, sampled: list[int]) -> None:
@@ -337,26 +352,68 @@ class Rows:
                     del self.by_row[one.row]
 
 
+def check_tables(
+    attention: AttentionBatch,
+    positions: list[int],
+    rows: list[Row],
+    group: int,
+    window: int | None,
+    size: int,
+) -> None:
+    """Check that each query of a group finds the keys that it sees, and no sequence has more."""
+    first = 0
+    for number, row in enumerate(rows):
+        length, seq_len = int(attention.query_lens[number]), int(attention.seq_lens[number])
+        blocks = [entry[group] for entry in row.entries]
+        num_omitted = positions[first] - (seq_len - length)
+        assert num_omitted >= 0
+        assert num_omitted % size == 0
+        reach = MAX_LEN if window is None else window
+        # The first query sees a key of the first block.
+        assert positions[first] - reach + 1 < num_omitted + size or num_omitted == 0
+        for at in range(first, first + length):
+            position = positions[at]
+            assert position - num_omitted == seq_len - (first + length - at)
+            place = blocks[position // size] * size + position % size
+            assert attention.slot_mapping[at] == place
+            for key in range(max(0, position - reach + 1), position + 1):
+                entry = (key - num_omitted) // size
+                assert entry >= 0
+                assert attention.block_tables[number, entry] == blocks[key // size]
+        first += length
+
+
 def check_inputs(
-    inputs: StepInputs, plan: StepPlan, rows: dict[int, Row], block_size: int, *, replays: bool
+    inputs: StepInputs,
+    plan: StepPlan,
+    rows: dict[int, Row],
+    windows: tuple[int | None, ...],
+    block_size: int,
+    *,
+    replays: bool,
 ) -> None:
     """Check all inputs against the rows."""
     attention = inputs.attention
     ends = attention.query_lens.cumsum()
     token_of: dict[Place, int] = {}
     """The index of each token of the step."""
-    by_first_block = {one.block_ids[0]: row for row, one in rows.items() if one.block_ids}
-    for number, (end, length) in enumerate(zip(ends, attention.query_lens, strict=True)):
-        blocks = attention.block_tables[number]
-        row = by_first_block[int(blocks[0])]
+    row_of = {
+        block_id: row for row, one in rows.items() for entry in one.entries for block_id in entry
+    }
+    positions = inputs.positions.tolist()
+    found = [row_of[int(attention.slot_mapping[end - 1]) // block_size] for end in ends]
+    for group, window in enumerate(windows):
+        tables = attention.groups[group]
+        assert tables.query_lens.tolist() == attention.query_lens.tolist()
+        assert tables.num_prefills == attention.num_prefills
+        check_tables(tables, positions, [rows[row] for row in found], group, window, block_size)
+    for number, (end, length, row) in enumerate(
+        zip(ends, attention.query_lens, found, strict=True)
+    ):
         known = rows[row]
         assert (length > 1) == (number < attention.num_prefills)
         for at in range(end - length, end):
-            position = int(inputs.positions[at])
-            assert position == attention.seq_lens[number] - (end - at)
-            block = known.block_ids[position // block_size]
-            assert blocks[position // block_size] == block
-            assert attention.slot_mapping[at] == block * block_size + position % block_size
+            position = positions[at]
             assert inputs.token_ids[at] == known.token_ids[position]
             # A generated token is alone, as it was at first.
             assert not replays or length == 1 or position < known.num_prompt_tokens
@@ -390,16 +447,20 @@ def check_inputs(
         assert (ends[flags] - 1).tolist() == needed
         decodes = attention.last_tokens(flags)
         assert decodes.num_decodes == len(needed)
-        assert decodes.seq_lens.tolist() == [int(inputs.positions[at]) + 1 for at in needed]
-        assert (decodes.block_tables == attention.block_tables[flags]).all()
-        assert (decodes.slot_mapping == -1).all()
+        for ours, whole in zip(decodes.groups, attention.groups, strict=True):
+            assert ours.seq_lens.tolist() == whole.seq_lens[flags].tolist()
+            assert (ours.block_tables == whole.block_tables[flags]).all()
+            assert (ours.slot_mapping == -1).all()
 
 
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3, 8, 3)], ids=str)
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_inputs_of_random_plans(block_size: int, replays: bool) -> None:
+def test_inputs_of_random_plans(
+    block_size: int, replays: bool, windows: tuple[int | None, ...]
+) -> None:
     for seed in range(20):
-        rng = random.Random(f"{block_size} {replays} {seed}")
+        rng = random.Random(f"{block_size} {replays} {seed} {windows}")
         table = TokenTable(
             max_num_rows=NUM_ROWS_AT_RANDOM,
             max_model_len=MAX_LEN,
@@ -412,15 +473,16 @@ def test_inputs_of_random_plans(block_size: int, replays: bool) -> None:
             max_model_len=MAX_LEN,
             block_size=block_size,
             replays_decodes=replays,
+            windows=windows,
         )
-        rows = Rows(rng, block_size)
+        rows = Rows(rng, block_size, windows)
         for step in range(25):
             plan = rows.plan(step)
             batch.apply_plan(plan)
             if not plan.num_tokens:
                 continue
             inputs = batch.prepare_inputs(plan)
-            check_inputs(inputs, plan, rows.by_row, block_size, replays=replays)
+            check_inputs(inputs, plan, rows.by_row, windows, block_size, replays=replays)
             sampled = [rng.randrange(999) for _ in inputs.sampled_rows]
             batch.append_sampled(inputs, torch.tensor(sampled, dtype=torch.int64))
             rows.note_step(plan, sampled)
