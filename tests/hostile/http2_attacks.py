@@ -293,8 +293,10 @@ class _Calls:
 
 
 HTTP2_ATTACKS: dict[str, Attack] = {
-    "continuation_flood": FrameFlood(name="CONTINUATION flood", frames=_endless_headers),
     # A gateway bounds what gRPC handles before a call reaches the server.
+    "continuation_flood": FrameFlood(
+        name="CONTINUATION flood", is_bounded=False, frames=_endless_headers
+    ),
     "header_bomb": FrameFlood(name="HPACK bomb", is_bounded=False, frames=_header_bomb),
     "header_name_bomb": FrameFlood(
         name="HPACK bomb, long name", is_bounded=False, frames=_header_name_bomb

@@ -50,6 +50,7 @@ _ACCEPTED_AT_ONCE = 16
 _CLOSE_GRACE_S = 1.0
 _CLOSE_POLL_S = 0.05
 _RECEIVED_BYTES = 2**15
+_COSTLY_S = 0.5
 _MIN_CHUNK_BYTES = 64
 _FREE_CHUNKS = 256
 _SMALL_CHUNKS = (
@@ -225,7 +226,10 @@ class HttpConnection(HttpToolsProtocol):
             if self._is_answering:
                 self._refuse_pipelined()
             elif isinstance(error.__context__, _CostlyRequestError):
-                self._reject(error.__context__.status, error.__context__.text)
+                # A client that repeats it at once gets few rejections a second.
+                self.transport.pause_reading()
+                costly = error.__context__
+                self.loop.call_later(_COSTLY_S, self._reject, costly.status, costly.text)
             else:
                 self._log(self.options.invalid_lines, "Requests that are not valid HTTP")
                 self._reject(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
