@@ -7,6 +7,7 @@ sliding window frees the blocks behind the window.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -109,27 +110,26 @@ def _is_wide(kind: tuple[int | None, int]) -> tuple[bool, int]:
 
 
 def _block_bytes(kinds: Counter[tuple[int | None, int]]) -> int:
-    """Return the bytes of a block for numbers of layers by window and bytes of a layer."""
+    """Return the bytes of a block for numbers of layers by window and bytes of a layer.
+
+    They are a multiple of the bytes of every layer, which starts at a multiple of its bytes.
+    """
     if not kinds:
         return 1
-    total = sum(size * count for (_, size), count in kinds.items())
+    totals = [size * count for (_, size), count in kinds.items()]
 
     def cost(block_bytes: int) -> tuple[int, float]:
         """Return the groups, and the waste, of blocks of a size."""
-        num_groups = sum(-(-count // (block_bytes // size)) for (_, size), count in kinds.items())
-        return num_groups, num_groups * block_bytes / total - 1.0
+        num_groups = sum(-(-total // block_bytes) for total in totals)
+        return num_groups, num_groups * block_bytes / sum(totals) - 1.0
 
-    smallest = min(size * count for (_, size), count in kinds.items())
-    if smallest >= max(size for _, size in kinds):
+    step, smallest = math.lcm(*(size for _, size in kinds)), min(totals)
+    if smallest % step == 0:
         num_groups, waste = cost(smallest)
         if num_groups <= _MAX_GROUPS and waste <= _MAX_WASTE:
             return smallest
-    least = max(size for _, size in kinds)
-    # Blocks of other sizes waste part of every group.
-    choices = {size * n for (_, size), count in kinds.items() for n in range(1, count + 1)}
-    costs = {choice: cost(choice) for choice in choices if choice >= least}
+    # Blocks of other sizes waste places in the groups of every kind.
+    costs = {size: cost(size) for size in range(step, max(*totals, step) + 1, step)}
     most_groups = max(_MAX_GROUPS, min(num_groups for num_groups, _ in costs.values()))
-    fitting = {one: costs[one] for one in costs if costs[one][0] <= most_groups}
-    return min(
-        fitting, key=lambda one: (round(fitting[one][1] + _GROUP_COST * fitting[one][0], 9), -one)
-    )
+    fitting = {size: one for size, one in costs.items() if one[0] <= most_groups}
+    return min(fitting, key=lambda size: (fitting[size][1] + _GROUP_COST * fitting[size][0], -size))

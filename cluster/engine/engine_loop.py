@@ -493,6 +493,7 @@ def _make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
             enable_prefix_cache=cache.enable_prefix_cache,
             enable_cpu_prefix_cache=cache.enable_cpu_prefix_cache,
             num_disk_blocks=cache.num_disk_blocks(size.block_bytes),
+            windows=size.groups,
         ),
         max_model_len=config.max_model_len,
     )

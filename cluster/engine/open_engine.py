@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.local_executor import LocalExecutor
 from pagedray.errors import StartupError
+from pagedray.layout import num_held_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,16 +65,25 @@ def open_engine(
 def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
     """Raise StartupError if the device pool cannot hold one sequence of the maximum length."""
     length, block_size = config.max_model_len, config.cache.block_size
-    num_needed = -(-length // block_size)
-    if num_needed <= cache.num_blocks:
+
+    def num_needed(num_tokens: int) -> int:
+        return num_held_blocks(
+            num_tokens,
+            windows=cache.groups,
+            block_size=block_size,
+            step_tokens=config.max_num_batched_tokens,
+        )
+
+    if num_needed(length) <= cache.num_blocks:
         return
+    most = bisect_right(range(length), cache.num_blocks, key=num_needed) - 1
     remedy = "or a higher --num-blocks"
     if config.cache.num_blocks is None:
         remedy = "a higher --memory-fraction, or more ranks (--tensor-parallel-size)"
     raise StartupError(
-        f"A context of {length} tokens needs {num_needed} KV blocks of {block_size} tokens, but "
-        f"the cache has only {cache.num_blocks}; use --max-model-len "
-        f"{cache.num_blocks * block_size} or less, {remedy}."
+        f"A context of {length} tokens needs {num_needed(length)} KV blocks of {block_size} "
+        f"tokens, but the cache has only {cache.num_blocks}; use --max-model-len {most} or less, "
+        f"{remedy}."
     )
 
 

@@ -111,6 +111,8 @@ class RayRanks:
                 num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
                 block_bytes=sum(size.block_bytes for size in sizes),
                 limits=limits,
+                # All ranks have the same layers.
+                groups=sizes[0].groups,
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
             reports = self._call(_at("Allocating the KV cache"), "allocate_cache", blocks)

@@ -198,12 +198,19 @@ class TierPolicy:
         "_num_blocks",
         "_num_evicted",
         "_num_found",
+        "_num_groups",
         "_num_until_check",
         "is_open",
     )
 
-    def __init__(self, costs: SwapCosts | None, *, num_blocks: int, block_size: int) -> None:
-        """Without costs, every copy is worth it; the CPU pool has `num_blocks`."""
+    def __init__(
+        self, costs: SwapCosts | None, *, num_blocks: int, block_size: int, num_groups: int = 1
+    ) -> None:
+        """Without costs, every copy is worth it; the CPU pool has `num_blocks`.
+
+        The tokens of a block take one block in each of `num_groups`.
+        """
+        self._num_groups = num_groups
         self._costs = costs
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -243,12 +250,12 @@ class TierPolicy:
         self._num_found += 1.0
         return True
 
-    def is_restored(self, num_blocks: int, *, first: int) -> bool:
-        """Return whether to copy found blocks back rather than compute them, from `first` on."""
+    def is_restored(self, num_blocks: int, *, first: int, end: int) -> bool:
+        """Return whether to copy found blocks of some entries back rather than compute these."""
         if self._costs is not None and not self._costs.choose_restore(
             num_blocks=num_blocks,
             first_position=first * self._block_size,
-            num_tokens=num_blocks * self._block_size,
+            num_tokens=(end - first) * self._block_size,
         ):
             return False
         self._num_found += num_blocks
@@ -263,7 +270,7 @@ class TierPolicy:
             num_blocks=num_blocks,
             num_reading=num_reading,
             first_position=first * self._block_size,
-            num_tokens=num_blocks * self._block_size,
+            num_tokens=num_blocks * self._block_size // self._num_groups,
         )
 
     def clear(self) -> None:
@@ -273,7 +280,9 @@ class TierPolicy:
     def _check(self, costs: SwapCosts) -> None:
         """Compare the cost of recent evictions with the savings."""
         self.is_open = costs.pays(
-            num_copied=self._num_evicted, num_found=self._num_found, num_tokens=self._block_size
+            num_copied=self._num_evicted,
+            num_found=self._num_found,
+            num_tokens=-(-self._block_size // self._num_groups),
         )
         if self._num_evicted > _MOST_WEIGHT:
             self._num_evicted /= 2

@@ -23,7 +23,7 @@ from pagedray.batch import BlockCopy
 if TYPE_CHECKING:
     from array import array
 
-__all__ = ["BlockKey", "DeviceTier", "PromptKeys"]
+__all__ = ["BlockKey", "DeviceTier", "PromptKeys", "group_key"]
 
 _MAX_INVALIDATED = 4096
 _DIGEST_BYTES = 32
@@ -38,6 +38,11 @@ class BlockKey(msgspec.Struct, frozen=True, gc=False):
     """Digest over the tenant and all tokens up to the block's end."""
     token_bytes: bytes
     """The block's tokens as uint32, compared on a hit."""
+
+
+def group_key(key: BlockKey, group: int) -> BlockKey:
+    """Return the key of a block with the same tokens in another group than the first."""
+    return BlockKey(key.digest + bytes((group,)), key.token_bytes) if group else key
 
 
 class PromptKeys(NamedTuple):
@@ -87,8 +92,9 @@ class DeviceTier:
         self._keyed_hash = blake2b(hash_key, digest_size=_DIGEST_BYTES)
         self._block_of: dict[bytes, int] = {}
         # By block: the blocks of a sequence are far apart in a hash table, and often looked up.
-        self._keys: list[BlockKey | None] = [None] * num_blocks
-        self._is_verified = bytearray(num_blocks)
+        # Its last item belongs to `NO_BLOCK`.
+        self._keys: list[BlockKey | None] = [None] * (num_blocks + 1)
+        self._is_verified = bytearray(num_blocks) + b"\1"
         self._invalidated: dict[bytes, bytes] = {}
         """New digests in place of invalidated digests."""
         self.num_forgotten = 0
@@ -250,7 +256,7 @@ class DeviceTier:
         return bool(self._is_verified[block])
 
     def num_verified(self, blocks: Sequence[int]) -> int:
-        """Return how many leading `blocks` are verified."""
+        """Return how many leading `blocks` are verified, or places without a block."""
         is_verified = self._is_verified
         for index, block in enumerate(blocks):
             if not is_verified[block]:
@@ -268,10 +274,10 @@ class DeviceTier:
 
     def clear(self) -> None:
         """Free all blocks; their contents are lost."""
-        num_blocks = len(self._keys)
+        num_blocks = self.pool.num_blocks
         self._block_of.clear()
-        self._keys = [None] * num_blocks
-        self._is_verified = bytearray(num_blocks)
+        self._keys = [None] * (num_blocks + 1)
+        self._is_verified = bytearray(num_blocks) + b"\1"
         self.pool.clear()
         self._loads.clear()
         self.arriving.clear()

@@ -14,9 +14,10 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.costs import TierPolicy
-from cluster.scheduling.device_tier import DeviceTier
+from cluster.scheduling.device_tier import DeviceTier, group_key
+from cluster.scheduling.groups import NO_BLOCK, GroupTables
+from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.sequence import (
-    DiskRead,
     FailedAdmission,
     Queued,
     Sequence,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.costs import SwapCosts
-    from cluster.scheduling.device_tier import BlockKey, PromptKeys
+    from cluster.scheduling.device_tier import PromptKeys
     from pagedray.request import Request
 
 __all__ = ["Admitted", "KvManager", "KvOptions", "Refusal"]
@@ -63,6 +64,8 @@ class KvOptions:
     enable_cpu_prefix_cache: bool = True
     hash_key: bytes | None = None
     """The key of the digests of blocks; None selects a random key."""
+    windows: tuple[int | None, ...] = (None,)
+    """The window of each group of layers, which have a block table each."""
 
 
 class KvManager:
@@ -75,6 +78,8 @@ class KvManager:
         "cpu_pool",
         "device",
         "disk",
+        "finder",
+        "groups",
         "num_hit_tokens",
         "num_queried_tokens",
         "pool",
@@ -84,12 +89,21 @@ class KvManager:
         """Without costs, every copy is worth its time. A step has at most `max_num_tokens`."""
         self.block_size = options.block_size
         """Tokens per block."""
+        self.groups = GroupTables(
+            options.windows, block_size=self.block_size, step_tokens=max_num_tokens
+        )
         has_cpu_tier = options.enable_prefix_cache and options.enable_cpu_prefix_cache
         num_cpu_blocks = options.num_cpu_blocks
         self.cpu = CpuTier(
             num_cpu_blocks,
-            policy=TierPolicy(costs, num_blocks=num_cpu_blocks, block_size=self.block_size),
-            max_saved=self.blocks_for(_SAVED_TOKENS * max_num_tokens),
+            policy=TierPolicy(
+                costs,
+                num_blocks=num_cpu_blocks,
+                block_size=self.block_size,
+                num_groups=self.groups.num_groups,
+            ),
+            max_saved=-(-_SAVED_TOKENS * max_num_tokens // self.block_size)
+            * self.groups.num_groups,
             is_enabled=has_cpu_tier and num_cpu_blocks > 0,
         )
         self.disk: DiskTier | None = None
@@ -101,6 +115,7 @@ class KvManager:
             is_enabled=options.enable_prefix_cache,
             save=self.cpu.save_block,
         )
+        self.finder = PrefixFinder(self.groups, self.device, self.cpu, block_size=self.block_size)
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool
         self._swaps: deque[CopiedBlocks] = deque()
@@ -120,8 +135,8 @@ class KvManager:
             self.disk.clear()
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens`."""
-        return -(-num_tokens // self.block_size)
+        """Return the blocks that a sequence of `num_tokens` holds at most."""
+        return self.groups.blocks_for(num_tokens)
 
     def hash_prompt(self, request: Request, prompt: array[int]) -> PromptKeys | None:
         """Return the keys of a long prompt, which take milliseconds; None if it is short.
@@ -145,7 +160,7 @@ class KvManager:
         waiting = sequence.state
         assert isinstance(waiting, Waiting)
         if waiting.disk_read is None:
-            waiting.disk_read = self._begin_disk_read(sequence, self.disk, step)
+            waiting.disk_read = self.finder.begin_disk_read(sequence, self.disk, step)
         read_step = waiting.disk_read.step
         return read_step is not None and read_step > self.disk.read_step
 
@@ -160,37 +175,34 @@ class KvManager:
         """
         if self.awaits_disk(sequence, step):
             return Refusal.AWAITS_DISK
-        num_blocks = -(-num_tokens // self.block_size)
+        num_blocks = self.groups.blocks_for(num_tokens)
         if self._still_fails(sequence, num_needed=num_blocks + num_spare):
             return Refusal.NO_ROOM
-        num_shareable = self._num_shareable(sequence)
-        hits = self._find_blocks(sequence, num_shareable)
-        num_verified = self.device.num_verified(hits)
-        num_in_use = self.pool.num_in_use(hits)
+        num_shareable = self.finder.num_shareable(sequence)
+        hits = self.finder.find_blocks(sequence, num_shareable)
+        live = self.groups.live_blocks(hits)
+        num_in_use = self.pool.num_in_use(live)
         if num_blocks + num_spare - num_in_use > self.pool.num_free:
-            self._note_failure(sequence, num_shareable, num_found=len(hits), num_shared=num_in_use)
+            self._note_failure(sequence, num_shareable, hits, num_shared=num_in_use)
             return Refusal.NO_ROOM
-        self.pool.share_all(hits)
-        awaits_copies = not self.device.arriving.isdisjoint(hits)
-        if self.cpu.is_enabled and len(hits) < num_shareable:
-            loaded = self._load_blocks(sequence, len(hits), num_shareable)
-            awaits_copies = awaits_copies or bool(loaded)
-            # Blocks are loaded only if they are verified.
-            num_verified += len(loaded) if num_verified == len(hits) else 0
-            hits += loaded
-        num_cached = len(hits)
+        self.pool.share_all(live)
+        if self.cpu.is_enabled and len(hits) < num_shareable * self.groups.num_groups:
+            hits = self.finder.load_blocks(
+                sequence, hits, num_shareable, num_tokens=num_tokens, num_spare=num_spare
+            )
+        num_cached = len(hits) // self.groups.num_groups
         sequence.num_computed = num_cached * self.block_size
         if self.device.is_enabled:
             self.num_queried_tokens += len(sequence.token_ids)
             self.num_hit_tokens += sequence.num_computed
-        sequence.hold_blocks(
+        self._hold_blocks(
+            sequence,
             hits,
-            self.pool.allocate_all(num_blocks - num_cached),
-            block_size=self.block_size,
-            num_registered=num_cached if self.device.is_enabled else None,
-            num_verified=num_verified,
+            num_tokens=num_tokens,
+            num_registered=num_cached,
+            num_verified=self.device.num_verified(hits) // self.groups.num_groups,
         )
-        return Admitted(awaits_copies=awaits_copies)
+        return Admitted(awaits_copies=not self.device.arriving.isdisjoint(hits))
 
     def fork(
         self, sequence: Sequence, donor: Sequence, *, num_tokens: int, num_spare: int
@@ -201,63 +213,116 @@ class KvManager:
         that token is the first in it.
         """
         last_position = sequence.num_prompt_tokens - 1
-        num_shared = last_position // self.block_size
-        num_missing = self.blocks_for(num_tokens) - num_shared
+        num_shared, num_groups = last_position // self.block_size, self.groups.num_groups
+        num_dead = self.groups.num_dead(last_position)
+        num_missing = self.groups.num_missing(num_tokens, num_entries=num_shared, num_dead=num_dead)
         if num_missing + num_spare > self.pool.num_free:
             return Refusal.NO_ROOM
-        shared = donor.blocks.ids[:num_shared]
-        self.pool.share_owned(shared)
-        reserved = self.pool.allocate_all(num_missing)
-        target = reserved.pop()
-        shared.append(target)
-        sequence.hold_blocks(
-            shared,
-            reserved,
-            block_size=self.block_size,
-            num_registered=num_shared if self.device.is_enabled else None,
+        shared = donor.blocks.ids[: num_shared * num_groups]
+        for group, dead in enumerate(num_dead):
+            for entry in range(donor.blocks.num_dead[group], dead):
+                shared[entry * num_groups + group] = NO_BLOCK
+        self.pool.share_owned(self.groups.live_array(shared))
+        targets = self.pool.allocate_all(num_groups)
+        sequence.num_computed = last_position
+        self._hold_blocks(
+            sequence,
+            [*shared, *targets],
+            num_tokens=num_tokens,
+            num_registered=num_shared,
             num_verified=min(donor.blocks.num_verified, num_shared),
         )
         sequence.blocks.keys = donor.blocks.keys[:num_shared]
         sequence.blocks.keys_revision = donor.blocks.keys_revision
-        sequence.num_computed = last_position
         if last_position % self.block_size == 0:
             return Admitted(donor=donor)
-        return Admitted(donor=donor, copies=[BlockCopy(donor.blocks.ids[num_shared], target)])
+        sources = donor.blocks.ids[len(shared) :]
+        copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=False)]
+        return Admitted(donor=donor, copies=copies)
 
-    def append(self, sequence: Sequence) -> int | None:
-        """Add a block to a table and return it, or None if none is free."""
+    def find_donor(self, sequence: Sequence, step: int) -> Sequence | None:
+        """Return a sibling that a sequence may be forked from in the plan of `step`, or None."""
+        if not self.groups.has_windows or not sequence.index:
+            return sequence.find_donor(step)
+        return sequence.find_donor(step, self.groups.num_dead(sequence.num_prompt_tokens - 1))
+
+    def append(self, sequence: Sequence) -> list[int] | None:
+        """Add an entry to a table and return its blocks, or None if too few are free."""
+        if self.groups.has_windows:
+            self._release_dead(sequence)
         blocks = sequence.blocks
-        if blocks.reserved_ids:
-            block = blocks.reserved_ids.pop()
-        elif self.pool.num_free:
-            block = self.pool.allocate()
-        else:
+        reserved_ids, num_groups = blocks.reserved_ids, self.groups.num_groups
+        if num_groups > len(reserved_ids) + self.pool.num_free:
             return None
-        blocks.ids.append(block)
+        added = [
+            reserved_ids.pop() if reserved_ids else self.pool.allocate() for _ in range(num_groups)
+        ]
+        blocks.ids.extend(added)
         blocks.num_slots += self.block_size
-        return block
+        return added
+
+    def reserve_entry(self, sequence: Sequence) -> list[int] | None:
+        """Reserve the blocks of the next entry, or return None if too few are free.
+
+        A prompt may lack blocks if others share blocks behind its window, which are reserved for
+        it otherwise.
+        """
+        self._release_dead(sequence)
+        blocks = sequence.blocks
+        num_missing = 0
+        if sequence.num_computed == blocks.num_slots:
+            num_missing = max(0, self.groups.num_groups - len(blocks.reserved_ids))
+        if num_missing > self.pool.num_free:
+            return None
+        blocks.reserved_ids += self.pool.allocate_all(num_missing)
+        return blocks.reserved_ids
+
+    def reserve_chunk(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of its next tokens a sequence has blocks for, at most `num_tokens`."""
+        if not self.groups.has_windows:
+            return num_tokens
+        self._release_dead(sequence)
+        blocks, num_groups = sequence.blocks, self.groups.num_groups
+        num_added = -(-(sequence.num_computed + num_tokens - blocks.num_slots) // self.block_size)
+        num_missing = num_added * num_groups - len(blocks.reserved_ids)
+        if num_missing > 0:
+            blocks.reserved_ids += self.pool.allocate_all(min(num_missing, self.pool.num_free))
+        num_reserved = len(blocks.reserved_ids) // num_groups * self.block_size
+        return min(num_tokens, blocks.num_slots + num_reserved - sequence.num_computed)
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, in both pools."""
         # The end of a prefix is useless without its beginning, so it is evicted first.
-        self.pool.release_all(sequence.blocks.ids)
+        self.pool.release_all(self.groups.live_array(sequence.blocks.ids))
         for block in sequence.blocks.reserved_ids:
             self.pool.release(block)
         if isinstance(sequence.state, Swapped):
-            for block in sequence.state.cpu_ids:
+            for block in self.groups.live_blocks(sequence.state.cpu_ids):
                 self.cpu_pool.release(block)
             sequence.state.cpu_ids = []
         sequence.drop_blocks()
 
     def num_shared(self, sequence: Sequence) -> int:
-        """Return the leading blocks of a sequence that others own too, and that its keys find."""
-        blocks = sequence.blocks
+        """Return the leading entries with blocks that others own too, and that its keys find."""
+        blocks, num_groups = sequence.blocks, self.groups.num_groups
         if blocks.keys_revision != self.device.revision:
             return 0
-        for index, (key, block) in enumerate(zip(blocks.keys, blocks.ids, strict=False)):
-            if not self.pool.is_shared(block) or self.device.find_block(key) != block:
+        num_entries = min(len(blocks.keys), len(blocks.ids) // num_groups)
+        for place, block in enumerate(blocks.ids[: num_entries * num_groups]):
+            index, group = divmod(place, num_groups)
+            if block >= 0 and not (
+                self.pool.is_shared(block)
+                and self.device.find_block(group_key(blocks.keys[index], group)) == block
+            ):
                 return index
-        return min(len(blocks.keys), len(blocks.ids))
+        return num_entries
+
+    def num_unshared(self, sequence: Sequence, num_shared: int) -> int:
+        """Return the blocks of a sequence from entry `num_shared` on."""
+        blocks, num_groups = sequence.blocks, self.groups.num_groups
+        return self.groups.num_live(
+            num_entries=len(blocks.ids) // num_groups, first=num_shared, num_dead=blocks.num_dead
+        )
 
     def keeps_released(self, sequence: Sequence) -> bool:
         """Return whether the CPU pool will keep the cached blocks of a sequence once evicted.
@@ -266,11 +331,13 @@ class KvManager:
         """
         if not self.cpu.is_enabled or not self.cpu.policy.is_open:
             return False
-        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= len(sequence.blocks.ids)
+        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= self.num_unshared(sequence, 0)
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Return whether there is something to swap out, and the CPU pool has room for it."""
-        num_blocks = len(sequence.blocks.ids) - self.num_shared(sequence)
+        if self.groups.has_windows:
+            self._release_dead(sequence)
+        num_blocks = self.num_unshared(sequence, self.num_shared(sequence))
         return 0 < num_blocks <= self.cpu_pool.num_free
 
     def swap_out(self, sequence: Sequence, step: int) -> tuple[Swapped, list[BlockCopy]]:
@@ -280,7 +347,8 @@ class KvManager:
         when the sequence is swapped in.
         """
         num_shared = self.num_shared(sequence)
-        sources = sequence.blocks.ids[num_shared:].tolist()
+        table = sequence.blocks.ids[num_shared * self.groups.num_groups :].tolist()
+        sources = self.groups.live_blocks(table)
         targets = self.cpu_pool.allocate_all(len(sources))
         for source, target in zip(sources, targets, strict=True):
             self.pool.pin(source)
@@ -288,7 +356,8 @@ class KvManager:
         self._swaps.append(CopiedBlocks(step, sources, targets))
         self.release(sequence)
         copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
-        return Swapped(cpu_ids=targets, num_unswapped=num_shared, ready_step=step), copies
+        cpu_ids = _filled(table, targets)
+        return Swapped(cpu_ids=cpu_ids, num_unswapped=num_shared, ready_step=step), copies
 
     def swap_in(
         self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
@@ -304,33 +373,35 @@ class KvManager:
         num_needed = self.blocks_for(num_tokens) + num_spare
         if self._still_fails(sequence, num_needed=num_needed):
             return Refusal.NO_ROOM
-        num_shareable = self._num_shareable(sequence)
-        found = self._find_blocks(sequence, num_shareable)
-        # It writes to no block of tokens that it has computed.
-        hits = found[: sequence.num_computed // self.block_size]
-        if len(hits) < swapped.num_unswapped:
+        num_shareable = self.finder.num_shareable(sequence)
+        num_groups = self.groups.num_groups
+        hits = self.finder.find_swapped(sequence, num_shareable)
+        if len(hits) < swapped.num_unswapped * num_groups:
             self.release(sequence)
             return Refusal.LOST
-        num_in_use = self.pool.num_in_use(hits)
+        live = self.groups.live_blocks(hits)
+        num_in_use = self.pool.num_in_use(live)
         if num_needed - num_in_use > self.pool.num_free:
-            self._note_failure(sequence, num_shareable, num_found=len(found), num_shared=num_in_use)
+            self._note_failure(sequence, num_shareable, hits, num_shared=num_in_use)
             return Refusal.NO_ROOM
-        self.pool.share_all(hits)
-        sources = swapped.cpu_ids[len(hits) - swapped.num_unswapped :]
+        self.pool.share_all(live)
+        table = swapped.cpu_ids[len(hits) - swapped.num_unswapped * num_groups :]
+        sources = self.groups.live_blocks(table)
         targets = self.pool.allocate_all(len(sources))
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
             self.pool.pin(target)
         self._swaps.append(CopiedBlocks(step, targets, sources))
-        num_verified = self.device.num_verified(hits)
-        if num_verified == len(hits) or num_verified > sequence.blocks.num_verified:
+        num_registered = len(hits) // num_groups
+        num_verified = self.device.num_verified(hits) // num_groups
+        if num_verified == num_registered or num_verified > sequence.blocks.num_verified:
             num_verified = sequence.blocks.num_verified
         self.release(sequence)
-        sequence.hold_blocks(
-            hits + targets,
-            self.pool.allocate_all(num_needed - num_spare - len(hits) - len(targets)),
-            block_size=self.block_size,
-            num_registered=len(hits) if self.device.is_enabled else None,
+        self._hold_blocks(
+            sequence,
+            hits + _filled(table, targets),
+            num_tokens=num_tokens,
+            num_registered=num_registered,
             num_verified=num_verified,
         )
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
@@ -350,8 +421,14 @@ class KvManager:
         An estimate: it holds if the blocks behind the first such block are such blocks too.
         """
         blocks, is_shared = sequence.blocks, self.pool.is_shared
-        num_shared = bisect_left(blocks.ids, True, key=lambda block: not is_shared(block))
-        return len(blocks.ids) - num_shared + len(blocks.reserved_ids)
+        num_groups = self.groups.num_groups
+        num_shared = bisect_left(
+            range(len(blocks.ids) // num_groups),
+            True,
+            lo=blocks.num_dead[0],
+            key=lambda index: not is_shared(blocks.ids[index * num_groups]),
+        )
+        return self.num_unshared(sequence, num_shared) + len(blocks.reserved_ids)
 
     def acknowledge(self, step: int) -> None:
         """Unpin the blocks of copies up to `step`, which every rank has finished."""
@@ -380,12 +457,14 @@ class KvManager:
             num_tokens = sequence.num_computed
         blocks = sequence.blocks
         num_full, index = num_tokens // self.block_size, blocks.num_registered
+        num_groups = self.groups.num_groups
         while index < num_full:
-            block = blocks.ids[index]
-            if device.add_block(self._key_at(sequence, index), block) and (
-                index < blocks.num_verified
-            ):
-                device.mark_verified((block,))
+            key = self.finder.key_at(sequence, index)
+            entry = blocks.ids[index * num_groups : (index + 1) * num_groups]
+            for group, block in enumerate(entry):
+                is_added = block >= 0 and device.add_block(group_key(key, group), block)
+                if is_added and index < blocks.num_verified:
+                    device.mark_verified((block,))
             index += 1
         sequence.note_registered(index, self.block_size)
 
@@ -398,9 +477,11 @@ class KvManager:
         blocks, index = sequence.blocks, sequence.num_computed // self.block_size
         if index >= blocks.num_registered:
             return
-        block = blocks.ids[index]
-        if self.device.find_block(blocks.keys[index]) == block:
-            self.device.forget_block(block)
+        num_groups = self.groups.num_groups
+        entry = blocks.ids[index * num_groups : (index + 1) * num_groups]
+        for group, block in enumerate(entry):
+            if self.device.find_block(group_key(blocks.keys[index], group)) == block:
+                self.device.forget_block(block)
         sequence.note_registered(index, self.block_size)
 
     def mark_verified(self, sequence: Sequence) -> None:
@@ -409,9 +490,10 @@ class KvManager:
         if blocks.num_verified >= blocks.num_registered:
             return
         num_full = (len(sequence.token_ids) - 1) // self.block_size
-        verified = blocks.ids[blocks.num_verified : min(num_full, blocks.num_registered)]
+        num_groups, end = self.groups.num_groups, min(num_full, blocks.num_registered)
+        verified = blocks.ids[blocks.num_verified * num_groups : end * num_groups]
         self.device.mark_verified(verified)
-        blocks.num_verified += len(verified)
+        blocks.num_verified += len(verified) // num_groups
 
     def forget_blocks(self, sequence: Sequence) -> None:
         """Remove a sequence's blocks from every tier, because its logits were not finite.
@@ -420,7 +502,8 @@ class KvManager:
         computed on top of unverified blocks are not found any more either.
         """
         keys, first = sequence.blocks.keys, sequence.blocks.num_verified
-        for key in keys:
+        every_group = range(self.groups.num_groups)
+        for key in [group_key(key, group) for key in keys for group in every_group]:
             self.cpu.forget_key(key)
             if self.disk is not None:
                 self.disk.forget_key(key)
@@ -428,88 +511,71 @@ class KvManager:
             if block is not None:
                 self.device.forget_block(block)
         if first < len(keys):
-            self.device.invalidate_key(self._parent(sequence, first), keys[first])
+            self.device.invalidate_key(self.finder.parent_of(sequence, first), keys[first])
 
-    def _find_blocks(self, sequence: Sequence, num_shareable: int) -> list[int]:
-        """Return the longest prefix of a sequence that is cached on the device, in blocks."""
-        blocks, device = sequence.blocks, self.device
-        if blocks.keys_revision != device.revision:
-            blocks.keys = []
-            blocks.keys_revision = device.revision
-        request = sequence.active.request
-        return device.find_prefix(
-            blocks.keys,
-            b"" if blocks.keys else device.root(request.tenant, request.cache_salt),
-            sequence.token_ids,
-            num_blocks=num_shareable,
-            block_size=self.block_size,
+    def _hold_blocks(
+        self,
+        sequence: Sequence,
+        table: list[int],
+        *,
+        num_tokens: int,
+        num_registered: int,
+        num_verified: int,
+    ) -> None:
+        """Begin a table of owned blocks, and reserve blocks for `num_tokens`."""
+        num_dead = self.groups.num_dead(sequence.num_computed)
+        num_entries = len(table) // self.groups.num_groups
+        num_missing = self.groups.num_missing(
+            num_tokens, num_entries=num_entries, num_dead=num_dead
         )
+        sequence.hold_blocks(
+            table,
+            self.pool.allocate_all(num_missing),
+            block_size=self.block_size,
+            num_groups=self.groups.num_groups,
+            num_registered=num_registered if self.device.is_enabled else None,
+            num_verified=num_verified,
+        )
+        sequence.blocks.num_dead = num_dead
+        sequence.blocks.num_wanted = -(-num_tokens // self.block_size)
 
-    def _load_blocks(self, sequence: Sequence, first: int, num_shareable: int) -> list[int]:
-        """Copy blocks from index `first` on from the CPU pool, and return the device blocks.
+    def _release_dead(self, sequence: Sequence) -> None:
+        """Release the blocks that neither the next query nor a later query sees.
 
-        `_find_blocks` has found the blocks before them. None are copied if they are better
-        computed.
+        As many are reserved again if the sequence started with blocks for more tokens.
         """
-        sources: list[int] = []
-        for index in range(first, num_shareable):
-            key = self._key_at(sequence, index)
-            block = self.cpu.find_block(key)
-            # Blocks behind a missing block may be on the device, where none is twice.
-            if block is None or self.device.find_block(key) is not None:
-                break
-            sources.append(block)
-        policy, end = self.cpu.policy, first + len(sources)
-        while end < num_shareable and policy.note_lookup(self._key_at(sequence, end).digest):
-            end += 1
-        if not sources or not policy.is_restored(len(sources), first=first):
-            return []
-        # The device blocks for the copies may be evicted to the CPU pool.
-        self.cpu.begin_loads(sources)
-        return self.device.load_blocks(sequence.blocks.keys[first:], sources)
-
-    def _begin_disk_read(self, sequence: Sequence, disk: DiskTier, step: int) -> DiskRead:
-        """Read the blocks that are better read from the disk than computed, in the plan of `step`.
-
-        Returns the last step that reads blocks that the sequence needs.
-        """
-        keys: list[BlockKey] = []
-        first_read, num_kept, last_step = 0, 0, None
-        num_shareable = self._num_shareable(sequence)
-        for index in range(len(self._find_blocks(sequence, num_shareable)), num_shareable):
-            key = self._key_at(sequence, index)
-            if self.device.find_block(key) is not None:
-                break
-            read_step = disk.step_of_read(key)
-            if read_step is not None:
-                last_step = read_step if last_step is None else max(last_step, read_step)
-            elif self.cpu.find_block(key) is not None:
-                # Blocks that are read must not take its place.
-                self.cpu.touch_key(key)
-                num_kept += 1
-            elif disk.find_block(key) is not None and not self.cpu.has_key(key):
-                first_read = first_read if keys else index
-                keys.append(key)
-            else:
-                break
-        del keys[disk.num_readable(num_kept) :]
-        if not keys or not self.cpu.policy.is_read(
-            len(keys), num_reading=disk.num_reading, first=first_read
-        ):
-            return DiskRead(last_step)
-        disk.read_blocks(keys, step)
-        return DiskRead(step)
+        blocks, num_groups = sequence.blocks, self.groups.num_groups
+        if sequence.has_sampled:
+            # The blocks may stay cached in the CPU pool.
+            self.mark_verified(sequence)
+        num_released = 0
+        for group, dead in enumerate(self.groups.num_dead(sequence.num_computed)):
+            for index in range(blocks.num_dead[group], dead):
+                place = index * num_groups + group
+                self.pool.release(blocks.ids[place])
+                blocks.ids[place] = NO_BLOCK
+                num_released += 1
+            blocks.num_dead[group] = max(dead, blocks.num_dead[group])
+        num_wanted = blocks.num_wanted * num_groups - len(blocks.ids) - len(blocks.reserved_ids)
+        num_reserved = min(num_released, num_wanted, self.pool.num_free)
+        blocks.reserved_ids += self.pool.allocate_all(max(0, num_reserved))
 
     def _note_failure(
-        self, sequence: Sequence, num_shareable: int, *, num_found: int, num_shared: int
+        self, sequence: Sequence, num_shareable: int, hits: list[int], *, num_shared: int
     ) -> None:
-        """Note that too few blocks are free to share `num_shared` of `num_found` cached blocks."""
+        """Note that too few blocks are free to share `num_shared` blocks of the table `hits`."""
         assert isinstance(sequence.state, Queued)
+        num_found, next_key, num_more = len(hits) // self.groups.num_groups, None, 0
+        if not self.groups.is_uniform:
+            num_more = self.groups.num_seen(num_found, num_shareable)
+        elif num_found < min(num_shareable, len(sequence.blocks.keys)):
+            next_key = sequence.blocks.keys[num_found]
         sequence.state.failure = FailedAdmission(
-            None if num_found == num_shareable else sequence.blocks.keys[num_found],
+            next_key,
             num_shared,
             self.pool.num_reused + self.device.num_forgotten,
             self.device.revision,
+            num_more,
         )
 
     def _still_fails(self, sequence: Sequence, *, num_needed: int) -> bool:
@@ -525,37 +591,8 @@ class KvManager:
         if failure.next_key is not None and device.find_block(failure.next_key) is not None:
             return False
         num_changes = pool.num_reused + device.num_forgotten - failure.num_changes
-        return num_needed - failure.num_shared - num_changes > pool.num_free
-
-    def _num_shareable(self, sequence: Sequence) -> int:
-        """Return the blocks of known tokens that may be shared: one token is left to compute.
-
-        None are shareable while log-probabilities of the prompt are to be computed.
-        """
-        if not self.device.is_enabled:
-            return 0
-        if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
-            return 0
-        return (len(sequence.token_ids) - 1) // self.block_size
-
-    def _key_at(self, sequence: Sequence, index: int) -> BlockKey:
-        """Return the key of block `index`, after the keys of its predecessors."""
-        keys = sequence.blocks.keys
-        if index < len(keys):
-            return keys[index]
-        assert index == len(keys)
-        first = index * self.block_size
-        tokens = sequence.token_ids[first : first + self.block_size]
-        key = self.device.key_after(self._parent(sequence, index), tokens)
-        keys.append(key)
-        return key
-
-    def _parent(self, sequence: Sequence, index: int) -> bytes:
-        """Return the digest before the digest of block `index`."""
-        if index:
-            return sequence.blocks.keys[index - 1].digest
-        request = sequence.active.request
-        return self.device.root(request.tenant, request.cache_salt)
+        num_shared = failure.num_shared + failure.num_more + num_changes
+        return num_needed - num_shared > pool.num_free
 
 
 class Refusal(Enum):
@@ -582,6 +619,12 @@ class Admitted(NamedTuple):
     """The sibling that it was forked from."""
     copies: AnySequence[BlockCopy] = ()
     """Copies on the device."""
+
+
+def _filled(table: list[int], blocks: list[int]) -> list[int]:
+    """Return a table with other blocks, in their order, in place of its blocks."""
+    others = iter(blocks)
+    return [block if block < 0 else next(others) for block in table]
 
 
 class CopiedBlocks(NamedTuple):

@@ -112,12 +112,14 @@ class Planner:
         decodes, positions = budget.draft.decodes, budget.draft.decode_positions
         # With more sequences than tokens, the budget may end at any of them.
         is_tight = len(self._table.running) > budget.num_tokens
+        has_windows = self._kv.groups.has_windows
         # Preemption removes sequences from the queue, but only behind the current sequence.
         for sequence in self._table.running:
             position = sequence.num_computed
             if is_tight or position >= sequence.unchecked_until:
                 if sequence.is_prefill:
-                    prefills.append(sequence)
+                    if not has_windows or self._has_room(sequence):
+                        prefills.append(sequence)
                     continue
                 is_ending = position == sequence.max_length - 1
                 if is_ending or (sequence.masks is not None and sequence.lacks_mask):
@@ -138,17 +140,22 @@ class Planner:
         budget.num_tokens -= len(decodes)
         return prefills
 
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Return whether a sequence has blocks for its next known token."""
+        with Blame(sequence):
+            return self._preemptor.make_room(sequence, self._kv.reserve_entry) is not None
+
     def _prepare_decode(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Find out how long a sequence decodes unexamined; return False if it cannot decode now.
 
         It gets a block if needed.
         """
         if sequence.num_computed == sequence.blocks.num_slots:
-            block = self._preemptor.make_room(sequence)
-            if block is None:
+            added = self._preemptor.make_room(sequence, self._kv.append)
+            if added is None:
                 return False
             budget.draft.growing_rows.append(sequence.state.row)
-            budget.draft.new_block_ids.append(block)
+            budget.draft.new_block_ids += added
         if sequence.masks is None or not sequence.masks.num_deferred:
             last_position, num_slots = sequence.max_length - 1, sequence.blocks.num_slots
             sequence.unchecked_until = num_slots if num_slots < last_position else last_position
@@ -190,7 +197,7 @@ class Planner:
         num_restored = self._kv.device.num_loads * self._kv.block_size
         if num_restored >= self._max_num_tokens:
             return None
-        # Each needs a row, and one block at least.
+        # Each needs a row, and a block at least.
         if not (table.has_free_row and self._kv.pool.num_free):
             return None
         if not self._preemptor.guard.is_reserved:
@@ -218,7 +225,7 @@ class Planner:
         num_tokens, num_spare = self._size.measure(sequence)
         if sequence.num_pending:
             return Refusal.IS_SAMPLED
-        donor = sequence.find_donor(budget.step)
+        donor = self._kv.find_donor(sequence, budget.step)
         if donor is None:
             return self._kv.admit(sequence, budget.step, num_tokens=num_tokens, num_spare=num_spare)
         if budget.fork_cost and budget.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST:
@@ -240,7 +247,7 @@ class Planner:
         copies_step = budget.step if admission.awaits_copies else None
         self._table.start_sequence(sequence, copies_step=copies_step)
         budget.draft.copies += admission.copies
-        budget.draft.add_start(sequence, admission.donor)
+        budget.draft.add_start(sequence, admission.donor, kv=self._kv)
         if not admission.awaits_copies:
             self._plan_chunk(sequence, budget, num_tokens=num_tokens)
 
@@ -248,13 +255,15 @@ class Planner:
         """Plan a sequence's next known tokens, at most `num_tokens`."""
         share = sequence.share
         num_tokens = min(num_tokens, sequence.prefill_end - sequence.num_computed)
+        first_position = sequence.num_computed
         if self._pace is not None:
             # A sequence that has just started has at least a token.
-            first_position = sequence.num_computed
             num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
+        num_tokens = self._kv.reserve_chunk(sequence, num_tokens)
+        if self._pace is not None:
             self._pace.add_tokens(num_tokens, first_position=first_position)
-        num_computed = sequence.num_computed + num_tokens
-        budget.draft.add_chunk(sequence, num_tokens, block_size=self._kv.block_size)
+        num_computed = first_position + num_tokens
+        budget.draft.add_chunk(sequence, num_tokens, kv=self._kv)
         budget.num_tokens -= num_tokens
         sequence.num_computed = num_computed
         num_charged = min(num_computed, sequence.num_initial_tokens)
@@ -283,7 +292,7 @@ class Planner:
             # A fork needs few free blocks, but too many would be preempted for it: `lacks_blocks`
             # also counts shared blocks.
             with Blame(head):
-                if head.find_donor(budget.step) is not None:
+                if self._kv.find_donor(head, budget.step) is not None:
                     break
                 if self._kv.awaits_disk(head, budget.step):
                     break
@@ -347,7 +356,7 @@ class Planner:
                 continue
             budget.draft.swap_ins += copies
             self._table.start_sequence(sequence, copies_step=budget.step)
-            budget.draft.add_start(sequence, None)
+            budget.draft.add_start(sequence, None, kv=self._kv)
 
     def _register(self, budget: StepBudget) -> None:
         """Register the blocks that the plan fills, for sequences of later plans."""
@@ -446,7 +455,7 @@ class PlanDraft:
         self.growing_rows: list[int] = []
         """The rows of `decodes` that get a new block."""
         self.new_block_ids: list[int] = []
-        """The blocks that these rows get."""
+        """The blocks that each of these rows gets, in each group."""
         self.chunks: list[SequencePlan] = []
         self.singles: list[SequencePlan] = []
         """Sequences of which the step computes one token."""
@@ -469,7 +478,7 @@ class PlanDraft:
             return self.decodes
         return self.chunk_samples + self.single_samples + self.decodes
 
-    def add_start(self, sequence: Sequence, donor: Sequence | None) -> None:
+    def add_start(self, sequence: Sequence, donor: Sequence | None, *, kv: KvManager) -> None:
         """Start a placed sequence, with the blocks of its donor if it was forked."""
         request, ids = sequence.active.request, sequence.blocks.ids
         self.starts.append(
@@ -477,7 +486,7 @@ class PlanDraft:
                 sequence.state.row,
                 sequence.token_ids.tobytes() if donor is None else b"",
                 sequence.num_prompt_tokens,
-                ids.tolist() if donor is None else ids[-1:].tolist(),
+                ids.tolist() if donor is None else ids[-kv.groups.num_groups :].tolist(),
                 request.sampling,
                 request.seed,
                 sequence.index,
@@ -488,12 +497,12 @@ class PlanDraft:
             )
         )
 
-    def add_chunk(self, sequence: Sequence, num_tokens: int, *, block_size: int) -> None:
+    def add_chunk(self, sequence: Sequence, num_tokens: int, *, kv: KvManager) -> None:
         """Compute the next `num_tokens` known tokens, and sample after the last."""
         position, end = sequence.num_computed, sequence.num_computed + num_tokens
         is_sampled = end == sequence.prefill_end
-        new_block_ids = tuple(sequence.blocks.extend(end, block_size))
-        plan = SequencePlan(sequence.state.row, position, num_tokens, is_sampled, new_block_ids)
+        added = sequence.blocks.extend(end, kv.block_size, kv.groups.num_groups)
+        plan = SequencePlan(sequence.state.row, position, num_tokens, is_sampled, tuple(added))
         self.prefilled.append(sequence)
         if num_tokens > 1:
             self.chunks.append(plan)

@@ -23,7 +23,7 @@ from cluster.scheduling.fault_recovery import Blame
 from cluster.scheduling.sequence import Placed, Queued, Sequence, SequenceState, Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from cluster.scheduling.costs import SwapCosts
     from cluster.scheduling.fair_queue import FairQueue, Share
@@ -88,7 +88,7 @@ class Preemptor:
         """The copies of the step that is being planned."""
         self._step = 0
         self._num_stalled = 0
-        """Running sequences that wait a step for a block."""
+        """Blocks for which running sequences wait a step."""
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
 
@@ -100,11 +100,17 @@ class Preemptor:
         if self.guard.starved is not None:
             self._reclaim()
 
-    def make_room(self, sequence: Sequence) -> int | None:
-        """Add a block to a running sequence and return it, or None if it waits a step."""
-        while (block := self._kv.append(sequence)) is None:
+    def make_room(
+        self, sequence: Sequence, allocate: Callable[[Sequence], list[int] | None]
+    ) -> list[int] | None:
+        """Return the blocks that a running sequence gets, or None if it waits a step.
+
+        `allocate` returns None if too few blocks are free.
+        """
+        num_groups = self._kv.groups.num_groups
+        while (added := allocate(sequence)) is None:
             # Blocks being swapped out may suffice for the stalled sequences and this sequence.
-            if self._kv.pool.num_in_transit > self._num_stalled:
+            if self._kv.pool.num_in_transit >= self._num_stalled + num_groups:
                 break
             victim = choose_victim(self._table.running, sequence)
             if victim is None:
@@ -112,8 +118,8 @@ class Preemptor:
             victim.num_preemptions += 1
             self._preempt(victim)
         else:
-            return block
-        self._num_stalled += 1
+            return added
+        self._num_stalled += num_groups
         return None
 
     def may_preempt(self, head: Sequence, preempting: Collection[Sequence]) -> bool:
@@ -153,8 +159,9 @@ class Preemptor:
             return
         overtakers = guard.overtakers(starved)
         num_lacking = self._size.num_lacking(starved)
-        # Each also has a block left free for it.
-        numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in overtakers]
+        # Each also has an entry's blocks left free for it.
+        num_groups = self._kv.groups.num_groups
+        numbers = [self._kv.num_owned_alone(sequence) + num_groups for sequence in overtakers]
         if not guard.note_reserved(self._step, has_enough=num_lacking <= sum(numbers)):
             return
         lacks_row = not self._table.has_free_row
@@ -209,7 +216,7 @@ class Preemptor:
         num_shared = self._kv.num_shared(sequence)
         first_position = num_shared * self._kv.block_size
         return self._swap_costs.choose_swap(
-            num_blocks=len(sequence.blocks.ids) - num_shared,
+            num_blocks=self._kv.num_unshared(sequence, num_shared),
             first_position=first_position,
             num_tokens=sequence.num_computed - first_position,
         )
@@ -251,7 +258,7 @@ class AdmissionSize:
         num_spare = len(self._table.running) + len(self._table.arriving)
         if self.guard.starved not in (None, sequence):
             num_spare *= _SPARE_BLOCKS
-        return self.num_tokens_to_hold(sequence), num_spare
+        return self.num_tokens_to_hold(sequence), num_spare * self._kv.groups.num_groups
 
     def num_lacking(self, sequence: Sequence) -> int:
         """Return how many blocks a sequence lacks beyond free blocks and blocks in transit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.device_tier import BlockKey
@@ -264,6 +265,7 @@ class Sequence:
         reserved_ids: list[int],
         *,
         block_size: int,
+        num_groups: int,
         num_registered: int | None,
         num_verified: int,
     ) -> None:
@@ -274,7 +276,7 @@ class Sequence:
         self.own_tokens()
         blocks = self.blocks
         blocks.ids = array("i", ids)
-        blocks.num_slots = len(ids) * block_size
+        blocks.num_slots = len(ids) // num_groups * block_size
         blocks.reserved_ids = reserved_ids
         blocks.num_verified = num_verified
         if num_registered is None:
@@ -297,14 +299,19 @@ class Sequence:
         self.blocks.clear()
         self.unchecked_until = 0
 
-    def find_donor(self, step: int) -> Sequence | None:
-        """Return a sibling with the prompt in its blocks since before `step`, or None."""
+    def find_donor(self, step: int, num_dead: AnySequence[int] = ()) -> Sequence | None:
+        """Return a sibling with the prompt in its blocks since before `step`, or None.
+
+        Of each group, it has all blocks but the first `num_dead`.
+        """
         if self.index == 0 or len(self.token_ids) > self.num_prompt_tokens:
             return None
         for sibling in self.active.sequences:
             prompt_step = sibling.prompt_step
             is_running = isinstance(sibling.state, Running)
-            if is_running and prompt_step is not None and prompt_step < step:
+            if not is_running or prompt_step is None or prompt_step >= step:
+                continue
+            if all(map(le, sibling.blocks.num_dead, num_dead)):
                 return sibling
         return None
 
@@ -416,6 +423,8 @@ class FailedAdmission(NamedTuple):
     """Count of pool changes that may free a shared block."""
     revision: int
     """The revision of the prefix cache."""
+    num_more: int = 0
+    """The most blocks by which `num_shared` may grow without such changes, in several groups."""
 
 
 class DiskRead(NamedTuple):
@@ -432,9 +441,11 @@ class SequenceBlocks:
         "ids",
         "keys",
         "keys_revision",
+        "num_dead",
         "num_registered",
         "num_slots",
         "num_verified",
+        "num_wanted",
         "reserved_ids",
     )
 
@@ -452,19 +463,23 @@ class SequenceBlocks:
     def clear(self) -> None:
         """Forget all blocks; the keys of their tokens stay."""
         self.ids = array("i")
-        """The block table, as in the worker."""
+        """The block table, entry by entry: a block in each group of layers."""
+        self.num_dead = list[int]()
+        """Leading entries of each group that have no block, since no later query sees them."""
+        self.num_wanted = 0
+        """Entries for which the sequence got blocks when it started."""
         self.num_slots = 0
         """Capacity of the block table in tokens."""
         self.reserved_ids: list[int] = []
         """Blocks allocated in advance; the last is used first."""
 
-    def extend(self, num_tokens: int, block_size: int) -> list[int]:
+    def extend(self, num_tokens: int, block_size: int, num_groups: int = 1) -> list[int]:
         """Extend the block table to `num_tokens` with reserved blocks, and return them."""
-        num_added = -(-num_tokens // block_size) - len(self.ids)
+        num_added = -(-(num_tokens - self.num_slots) // block_size) * num_groups
         if num_added <= 0:
             return []
         added = self.reserved_ids[: -num_added - 1 : -1]
         del self.reserved_ids[-num_added:]
         self.ids.extend(added)
-        self.num_slots = len(self.ids) * block_size
+        self.num_slots += num_added // num_groups * block_size
         return added

@@ -84,6 +84,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 def cache_counts(kv: KvManager) -> dict[str, int]:
     """Return the fields of `SchedulerStats` that count blocks and cached tokens, by name."""
     pool, cpu_pool, cpu = kv.pool, kv.cpu_pool, kv.cpu
+    # Tokens of groups that were copied back.
+    block_tokens = kv.block_size / kv.groups.num_groups
     counts = {
         "num_blocks": pool.num_blocks,
         "num_free_blocks": pool.num_free,
@@ -97,15 +99,15 @@ def cache_counts(kv: KvManager) -> dict[str, int]:
         "num_hit_tokens": kv.num_hit_tokens,
         "num_saved_blocks": cpu.num_saved_blocks,
         "num_restored_blocks": cpu.num_loaded_blocks,
-        "num_cpu_hit_tokens": cpu.num_loaded_blocks * kv.block_size,
+        "num_cpu_hit_tokens": int(cpu.num_loaded_blocks * block_tokens),
         "num_kept_cpu_blocks": cpu.num_kept_blocks,
-        "num_kept_hit_tokens": cpu.num_kept_hit_blocks * kv.block_size,
+        "num_kept_hit_tokens": int(cpu.num_kept_hit_blocks * block_tokens),
     }
     if (disk := kv.disk) is not None:
         counts |= {
             "num_disk_blocks": disk.pool.num_blocks,
             "num_cached_disk_blocks": disk.pool.num_idle,
-            "num_disk_hit_tokens": disk.num_read_blocks * kv.block_size,
+            "num_disk_hit_tokens": int(disk.num_read_blocks * block_tokens),
             "num_written_blocks": disk.num_written_blocks,
             "num_read_blocks": disk.num_read_blocks,
             "num_failed_writes": disk.num_failed_writes,

@@ -68,6 +68,27 @@ def test_pool_that_holds_no_context_is_rejected_with_the_numbers(
     assert executor.is_closed
 
 
+class _WindowGroups(_ClosableExecutor):
+    """Ranks with two groups of layers that free the blocks behind their window."""
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return dataclasses.replace(super().cache_size, groups=(None, 32, 32))
+
+
+def test_pool_that_holds_no_context_of_several_groups_is_rejected_with_the_numbers() -> None:
+    options = EngineOptions(executor="local", device="cpu", max_num_batched_tokens=16)
+    # Windows of 32 tokens and a step take 4 blocks each, since neither end is at a border.
+    words = "1024 tokens needs 72 KV blocks of 16 .* only 71; use --max-model-len 1008 .*"
+    with pytest.raises(StartupError, match=words):
+        open_engine(
+            engine_config(TINY_LLAMA, options),
+            RecordingSink(),
+            lambda what, fraction: None,
+            make_executor=lambda config, report_progress, placement: _WindowGroups(num_blocks=71),
+        )
+
+
 class _LargeBlocks(_ClosableExecutor):
     """Ranks whose blocks take a mebibyte together."""
 

@@ -7,6 +7,9 @@ what it had is destroyed when the step runs. So is the source of an eviction, wh
 overwrite. What is read from the disk or written to it has its place at the report, and none from
 when the plan arrives. The worker checks everything it can observe.
 
+In several groups of layers, each has fingerprints of its own. A query must find the right content
+in every block that the window of the group shows it; what lies behind the window may be anything.
+
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
 """
@@ -56,6 +59,11 @@ def fingerprints(tenant: str, token_ids: Sequence[int]) -> list[int]:
     for token_id in token_ids:
         chain.append(next_fingerprint(chain[-1], token_id))
     return chain[1:]
+
+
+def in_group(fingerprint: int, group: int) -> int:
+    """Return what a group of layers keeps for a fingerprint."""
+    return hash((fingerprint, group)) if group else fingerprint
 
 
 def first_parent(tenant: str) -> int:
@@ -109,6 +117,8 @@ class _Row:
         self.bad: BadValue | None = None
         """What it has read or computed, if that is bad."""
         self.has_read_hits = False
+        self.next_position: int | None = None
+        """The position of its next query; None before its first plan."""
         self.chain = fingerprints(tenant, self.token_ids)
 
     def append(self, token_id: int) -> None:
@@ -144,8 +154,10 @@ class FakeWorker:
         seeds: SeedRecords,
         block_copy_s: float = 0.0,
         token_s: float = 0.0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """`cpu_blocks` are those of a pool that outlived another worker."""
+        self._windows = windows
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self._seeds = seeds
@@ -222,10 +234,15 @@ class FakeWorker:
             # What was swapped out comes back as it was.
             is_new = sequence.row in started
             assert not (is_new and found in known_bad), "a block that is known to be bad was found"
+        for sequence in plan.sequences:
+            self.rows[sequence.row].next_position = sequence.first_position
         self._write(plan.sequences)
         for sequence in plan.sequences:
             self._attend(sequence)
         late_rows = self.late_rows.pop(plan.step, set())
+        for sequence in plan.sequences:
+            end = sequence.first_position + sequence.num_tokens
+            self.rows[sequence.row].next_position = end - (sequence.row in late_rows)
         sampled = [one for one in plan.sequences if one.is_sampled]
         rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
         self.bad_outputs.append({row.bad for row in rows if row.bad is not None})
@@ -256,19 +273,22 @@ class FakeWorker:
 
     def _start_row(self, start: SequenceStart) -> None:
         assert 0 <= start.row < self.max_num_seqs
-        assert len(set(start.block_ids)) == len(start.block_ids)
+        present = [block for block in start.block_ids if block >= 0]
+        assert len(set(present)) == len(present)
         if start.donor_row >= 0:
             donor = self.rows[start.donor_row]
             assert start.token_ids == b""
             assert donor.start.seed == start.seed
             prompt = donor.token_ids[: start.num_prompt_tokens]
-            num_shared = (start.num_prompt_tokens - 1) // self.block_size
+            num_shared = (start.num_prompt_tokens - 1) // self.block_size * len(self._windows)
             start = msgspec.structs.replace(
                 start,
                 token_ids=pack_token_ids(prompt),
                 block_ids=donor.block_ids[:num_shared] + start.block_ids,
             )
-        self.rows[start.row] = _Row(start, self._seeds.tenants[start.seed])
+        row = self.rows[start.row] = _Row(start, self._seeds.tenants[start.seed])
+        if start.donor_row >= 0:
+            row.next_position = start.num_prompt_tokens - 1
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for copy in plan.evictions:
@@ -303,15 +323,21 @@ class FakeWorker:
             end = plan.first_position + plan.num_tokens
             assert plan.num_tokens >= 1
             assert end <= len(row.token_ids), "a token is computed before it is known"
-            assert len(row.block_ids) == -(-end // self.block_size)
+            num_groups = len(self._windows)
+            assert len(row.block_ids) == -(-end // self.block_size) * num_groups
             for position in range(plan.first_position, end):
-                block, slot = self._slot(row, position)
-                assert (block, slot) not in written, "two sequences write to one slot"
-                written.add((block, slot))
-                self.device[block][slot] = self._value(row, position)
+                value = self._value(row, position)
+                for group in range(num_groups):
+                    block, slot = self._slot(row, position, group)
+                    assert block >= 0, "a token has no block"
+                    assert (block, slot) not in written, "two sequences write to one slot"
+                    written.add((block, slot))
+                    self.device[block][slot] = (
+                        in_group(value, group) if isinstance(value, int) else value
+                    )
         owners: dict[int, int] = {}
         for row in self.rows.values():
-            for block in row.block_ids:
+            for block in self._seen_blocks(row):
                 owners[block] = owners.get(block, 0) + 1
         assert all(owners[block] == 1 for block, _ in written), "a shared block is written"
 
@@ -319,10 +345,13 @@ class FakeWorker:
         row = self.rows[plan.row]
         if row.bad is not None:
             return
-        for position in range(plan.first_position + plan.num_tokens):
-            block, slot = self._slot(row, position)
-            found = self.device[block][slot]
-            assert found == row.chain[position], f"position {position} of row {plan.row} is wrong"
+        end = plan.first_position + plan.num_tokens
+        for group in range(len(self._windows)):
+            for position in range(self._first_seen(plan.first_position, group), end):
+                block, slot = self._slot(row, position, group)
+                assert block >= 0, f"position {position} of row {plan.row} has no block"
+                found, expected = self.device[block][slot], in_group(row.chain[position], group)
+                assert found == expected, f"position {position} of row {plan.row} is wrong"
 
     def _value(self, row: _Row, position: int) -> int | BadValue:
         """Return what a row computes at its next position."""
@@ -336,13 +365,14 @@ class FakeWorker:
         if row.has_read_hits:
             return row.bad
         row.has_read_hits = True
-        for position in range(num_tokens):
-            block, slot = self._slot(row, position)
-            found = self.device[block][slot]
-            if isinstance(found, BadValue):
-                row.bad = found
-                break
-        return row.bad
+        for group in range(len(self._windows)):
+            for position in range(self._first_seen(num_tokens, group), num_tokens):
+                block, slot = self._slot(row, position, group)
+                found = self.device[block][slot]
+                if isinstance(found, BadValue):
+                    row.bad = found
+                    return row.bad
+        return None
 
     def _sample(self, plan: SequencePlan) -> int:
         row = self.rows[plan.row]
@@ -364,5 +394,25 @@ class FakeWorker:
         row.append(token_id)
         return token_id
 
-    def _slot(self, row: _Row, position: int) -> tuple[int, int]:
-        return row.block_ids[position // self.block_size], position % self.block_size
+    def _slot(self, row: _Row, position: int, group: int) -> tuple[int, int]:
+        entry, slot = divmod(position, self.block_size)
+        return row.block_ids[entry * len(self._windows) + group], slot
+
+    def _first_seen(self, position: int, group: int) -> int:
+        """Return the first position that a query sees in a group."""
+        window = self._windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _seen_blocks(self, row: _Row) -> list[int]:
+        """Return the blocks of a row that its next query sees, or that it starts with."""
+        num_groups = len(self._windows)
+        return [
+            block
+            for place, block in enumerate(row.block_ids)
+            if block >= 0
+            and (
+                row.next_position is None
+                or place // num_groups
+                >= self._first_seen(row.next_position, place % num_groups) // self.block_size
+            )
+        ]

@@ -50,7 +50,9 @@ class Harness:
         enable_prefix_cache: bool = True,
         enable_cpu_prefix_cache: bool = True,
         num_disk_blocks: int = 0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        self.windows = windows
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -70,6 +72,7 @@ class Harness:
                 enable_cpu_prefix_cache=enable_cpu_prefix_cache,
                 num_disk_blocks=num_disk_blocks,
                 hash_key=HASH_KEY,
+                windows=windows,
             ),
             max_model_len=max_model_len,
         )
@@ -95,6 +98,7 @@ class Harness:
             self.scheduler,
             config=self.config,
             block_size=block_size,
+            windows=windows,
             requests=self.requests,
             sequences=self.sequences,
             plans=self.plans,
@@ -385,6 +389,7 @@ class Harness:
             seeds=self._seeds,
             block_copy_s=self._block_copy_s,
             token_s=self._token_s,
+            windows=self.windows,
         )
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.scheduling.block_pool import BlockPool
+from cluster.scheduling.device_tier import group_key
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import (
     Arriving,
@@ -20,7 +21,7 @@ from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import SchedulerConfig
 from pagedray.request import Request
-from tests.scheduling.fake_worker import BadValue, FakeWorker, fingerprints
+from tests.scheduling.fake_worker import BadValue, FakeWorker, fingerprints, in_group
 
 
 class Invariants:
@@ -32,6 +33,7 @@ class Invariants:
         *,
         config: SchedulerConfig,
         block_size: int,
+        windows: tuple[int | None, ...],
         requests: Mapping[str, Request],
         sequences: Sequence[ScheduledSequence],
         plans: Sequence[StepPlan],
@@ -43,6 +45,7 @@ class Invariants:
         assert config.max_num_seqs is not None
         self._max_num_seqs = config.max_num_seqs
         self._block_size = block_size
+        self._windows = windows
         self._requests = requests
         self._sequences = sequences
         self._plans = plans
@@ -61,13 +64,16 @@ class Invariants:
         _check_pool(
             kv.pool,
             references=[
-                b for s in self._sequences for b in (*s.blocks.ids, *s.blocks.reserved_ids)
+                block
+                for sequence in self._sequences
+                for block in (*sequence.blocks.ids, *sequence.blocks.reserved_ids)
+                if block >= 0
             ],
             pins=[block for swap in swaps for block in swap.block_ids],
         )
         _check_pool(
             kv.cpu_pool,
-            references=[block for s in self._sequences for block in _cpu_ids(s)],
+            references=[block for s in self._sequences for block in _cpu_ids(s) if block >= 0],
             pins=[
                 *(block for swap in swaps for block in swap.cpu_block_ids),
                 *self._blocks_being_saved(),
@@ -95,7 +101,10 @@ class Invariants:
                 self.num_unswapped += sequence.state.num_unswapped > 0
             if isinstance(sequence.state, Running):
                 assert sequence.num_computed <= sequence.blocks.num_slots
-            assert sequence.blocks.num_slots == len(sequence.blocks.ids) * self._block_size
+            num_entries, rest = divmod(len(sequence.blocks.ids), len(self._windows))
+            assert not rest
+            assert sequence.blocks.num_slots == num_entries * self._block_size
+            self._check_table(sequence)
             assert sequence.length <= sequence.max_length
             if sequence.num_computed < sequence.unchecked_until:
                 assert isinstance(sequence.state, Running)
@@ -104,9 +113,41 @@ class Invariants:
                 assert sequence.unchecked_until <= sequence.blocks.num_slots
                 assert sequence.unchecked_until < sequence.max_length
             assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
-            for block in sequence.blocks.ids:
-                owners.setdefault(block, set()).add(sequence.active.request.tenant)
-        assert all(len(tenants) == 1 for tenants in owners.values())
+            for place, block in enumerate(sequence.blocks.ids):
+                if block >= 0:
+                    # A block never changes its group while it is owned.
+                    owner = f"{place % len(self._windows)} {sequence.active.request.tenant}"
+                    owners.setdefault(block, set()).add(owner)
+        assert all(len(one) == 1 for one in owners.values())
+
+    def _check_table(self, sequence: ScheduledSequence) -> None:
+        """Check that the blocks of a table are missing exactly where they were released.
+
+        These are never blocks that its next query sees, and if a step has just released blocks,
+        all others.
+        """
+        blocks, num_groups = sequence.blocks, len(self._windows)
+        num_entries = len(blocks.ids) // num_groups
+        if not isinstance(sequence.state, Placed):
+            assert not blocks.ids
+            assert not blocks.reserved_ids
+            return
+        for group, window in enumerate(self._windows):
+            column = blocks.ids[group::num_groups]
+            num_dead = blocks.num_dead[group]
+            assert [block < 0 for block in column] == [i < num_dead for i in range(num_entries)]
+            if window is None:
+                assert num_dead == 0
+                continue
+            # A late mask may have taken the last token back.
+            first_seen = max(0, sequence.num_computed - window + 1)
+            assert num_dead <= first_seen // self._block_size
+        live = [block for block in blocks.ids if block >= 0] + blocks.reserved_ids
+        assert len(set(live)) == len(live), "a sequence owns a block twice"
+        most = self._scheduler._kv.groups.blocks_for(
+            max(blocks.num_slots, blocks.num_wanted * self._block_size)
+        )
+        assert len(live) <= most, "a sequence has more blocks than were counted for it"
 
     def check_plan(self, plan: StepPlan, *, is_restricted: bool) -> None:
         """Check a plan: its size, and the order in which requests start unless some may not run."""
@@ -248,8 +289,10 @@ class Invariants:
             return
         chain = fingerprints(sequence.active.request.tenant, sequence.token_ids)
         for index, key in enumerate(sequence.blocks.keys):
-            content = chain[index * size : (index + 1) * size]
-            assert self._expected_content.setdefault(key.digest, content) == content
+            for group in range(len(self._windows)):
+                digest = group_key(key, group).digest
+                content = [in_group(one, group) for one in chain[index * size : (index + 1) * size]]
+                assert self._expected_content.setdefault(digest, content) == content
 
     def _check_stats(self) -> None:
         stats, pool = self._scheduler.stats(), self._scheduler._kv.pool
@@ -265,7 +308,8 @@ class Invariants:
         assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
             len(plan.swap_ins) for plan in self._plans
         )
-        assert stats.num_cpu_hit_tokens == stats.num_restored_blocks * self._block_size
+        num_restored_tokens = stats.num_restored_blocks * self._block_size
+        assert stats.num_cpu_hit_tokens == num_restored_tokens // len(self._windows)
         assert stats.num_steps == len(self._plans)
         assert stats.num_scheduled_tokens == self._num_planned_tokens
 

@@ -362,12 +362,12 @@ def test_nothing_is_copied_if_a_copy_takes_longer_than_computing() -> None:
 def test_many_blocks_are_copied_back_and_few_are_computed() -> None:
     # Copies make a sequence wait for a step of 10 ms, in which 20 blocks are computed.
     policy = make_policy(copy_s=45e-6)
-    assert not policy.is_restored(20, first=0)
-    assert policy.is_restored(30, first=0)
-    assert not make_policy(copy_s=600e-6).is_restored(1000, first=0)
+    assert not policy.is_restored(20, first=0, end=20)
+    assert policy.is_restored(30, first=0, end=30)
+    assert not make_policy(copy_s=600e-6).is_restored(1000, first=0, end=1000)
 
 
 def test_everything_is_copied_without_costs() -> None:
     policy = TierPolicy(None, num_blocks=10, block_size=BLOCK_SIZE)
     assert num_saved(policy, range(1000)) == 1000
-    assert policy.is_restored(1, first=0)
+    assert policy.is_restored(1, first=0, end=1)

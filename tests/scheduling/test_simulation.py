@@ -8,6 +8,7 @@ import pytest
 
 from pagedray.config import Preemption
 from pagedray.errors import CapacityError
+from pagedray.layout import num_held_blocks
 from tests.scheduling.harness import Harness
 
 NUM_SEEDS = 20
@@ -16,9 +17,19 @@ NUM_ACTIONS = 150
 PREEMPTIONS: tuple[Preemption, ...] = ("swap", "swap", "recompute", "auto")
 
 
-def make_harness(rng: random.Random) -> Harness:
+def draw_windows(rng: random.Random) -> tuple[int | None, ...]:
+    """Return the windows of one to four groups; a group that sees all tokens comes first."""
+    num_full = rng.choice((0, 1, 1, 1, 2))
+    window = rng.choice((1, 2, 3, 5, 8, 13))
+    others = [rng.choice((window, window, 4)) for _ in range(rng.choice((1, 1, 2)))]
+    return (*[None] * num_full, *others)
+
+
+def make_harness(rng: random.Random, *, has_windows: bool = False) -> Harness:
     block_size = rng.choice((1, 2, 4))
     num_blocks = rng.randint(16, 40) // block_size + 2
+    if has_windows:
+        return make_windowed(rng, block_size=block_size)
     return Harness(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -32,6 +43,31 @@ def make_harness(rng: random.Random) -> Harness:
         enable_prefix_cache=rng.random() < 0.75,
         enable_cpu_prefix_cache=rng.random() < 0.75,
         num_disk_blocks=rng.choice((0, 3, 60)),
+    )
+
+
+def make_windowed(rng: random.Random, *, block_size: int) -> Harness:
+    """Return a harness with several groups, and a pool that holds a few sequences."""
+    windows = draw_windows(rng)
+    num_tokens = rng.randint(16, 40)
+    max_num_batched_tokens = rng.choice((1, 3, 5, 8, 30))
+    num_blocks = num_held_blocks(
+        num_tokens, windows=windows, block_size=block_size, step_tokens=max_num_batched_tokens
+    )
+    return Harness(
+        block_size=block_size,
+        num_blocks=num_blocks + rng.choice((0, 2, num_blocks // 2, num_blocks)),
+        num_cpu_blocks=rng.choice((0, 4, 16, 40, 100)),
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=num_tokens,
+        preemption=rng.choice(PREEMPTIONS),
+        block_copy_s=rng.choice((0.0, 0.1)),
+        token_s=0.04,
+        enable_prefix_cache=rng.random() < 0.75,
+        enable_cpu_prefix_cache=rng.random() < 0.75,
+        num_disk_blocks=rng.choice((0, 3, 60)),
+        windows=windows,
     )
 
 
@@ -130,20 +166,21 @@ def end_disk_job(harness: Harness, rng: random.Random) -> None:
     harness.end_disk_job(is_read=is_read, num_failed=num_failed)
 
 
-def live_with_disk(seed: int) -> Harness:
+def live_with_disk(seed: int, *, windows: tuple[int | None, ...] = (None,)) -> Harness:
     """Run prompts that come back, with pools that hold a few of them."""
     rng = random.Random(seed)
     block_size = rng.choice((1, 2))
     harness = Harness(
         block_size=block_size,
-        num_blocks=20 // block_size,
-        num_cpu_blocks=rng.choice((8, 20)),
+        num_blocks=20 // block_size * len(windows),
+        num_cpu_blocks=rng.choice((8, 20)) * len(windows),
         max_num_seqs=rng.randint(1, 3),
         max_num_batched_tokens=rng.choice((5, 8, 30)),
         max_model_len=20,
         preemption=rng.choice(("swap", "auto")),
         token_s=0.04,
-        num_disk_blocks=rng.choice((10, 60)),
+        num_disk_blocks=rng.choice((10, 60)) * len(windows),
+        windows=windows,
     )
     for _ in range(60):
         if harness.scheduler.num_open < 3:
@@ -163,10 +200,10 @@ def live_with_disk(seed: int) -> Harness:
     return harness
 
 
-def live(seed: int, **weights: float) -> Harness:
+def live(seed: int, *, has_windows: bool = False, **weights: float) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
-    harness = make_harness(rng)
+    harness = make_harness(rng, has_windows=has_windows)
     for _ in range(NUM_ACTIONS):
         act(harness, rng, **weights)
     if weights.get("restrictions"):
@@ -200,12 +237,44 @@ def test_blocks_on_the_disk_come_back_as_they_were_and_lost_ones_are_computed() 
     assert sum(one.num_failed_reads for one in stats) > 10
 
 
+def test_windows_free_their_blocks_and_every_query_finds_what_it_sees() -> None:
+    """The worker checks it. The runs also cover every case."""
+    harnesses = [
+        live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
+        for seed in range(2 * NUM_SEEDS)
+    ]
+    stats = [harness.scheduler.stats() for harness in harnesses]
+    assert sum(one.num_swap_preemptions for one in stats) > 10
+    assert sum(one.num_recompute_preemptions for one in stats) > 10
+    assert sum(one.num_hit_tokens for one in stats) > 50
+    assert sum(one.num_saved_blocks for one in stats) > 50
+    assert sum(one.num_restored_blocks for one in stats) > 3
+    assert sum(harness.num_late for harness in harnesses) > 5
+    plans = [plan for harness in harnesses for plan in harness.plans]
+    assert sum(len(plan.copies) for plan in plans) > 5
+    starts = [start for plan in plans for start in plan.starts]
+    assert sum(-1 in start.block_ids for start in starts) > 20
+    assert sum(harness.num_unswapped for harness in harnesses) > 10
+
+
+def test_window_blocks_on_the_disk_come_back_as_they_were() -> None:
+    stats = [
+        live_with_disk(seed, windows=draw_windows(random.Random(seed))).scheduler.stats()
+        for seed in range(NUM_SEEDS)
+    ]
+    assert sum(one.num_read_blocks for one in stats) > 50
+    assert sum(one.num_failed_reads for one in stats) > 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(NUM_SEEDS, NUM_SLOW_SEEDS, 20))
 def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 20):
         live(seed)
         live_with_disk(seed)
+        live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
+        live(seed, has_windows=True, restrictions=5.0)
+        live_with_disk(seed, windows=draw_windows(random.Random(seed)))
 
 
 SOME_SEEDS = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]

@@ -16,12 +16,14 @@ from cluster.engine.engine_loop import EngineLoop
 from cluster.engine.rank_channels import DiskReports
 from cluster.engine.rank_places import PoolMemories
 from cluster.scheduling.device_tier import DeviceTier
+from cluster.scheduling.groups import GroupTables
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.policy import Preemptor
+from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.scheduler import Scheduler
-from cluster.scheduling.sequence import Sequence
+from cluster.scheduling.sequence import Sequence, SequenceBlocks
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_client import EngineStream
@@ -68,22 +70,25 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     DiskTier,
     EngineLoop,
     EngineStream,
+    GroupTables,
     KvManager,
     OutputReader,
     Planner,
     PoolMemories,
+    PrefixFinder,
     Preemptor,
     Scheduler,
     Sequence,
+    SequenceBlocks,
     SequenceTable,
     StepChannel,
 )
 _BUGS = """\
 KvManager.admit: a cached block is used and not owned
-- self.pool.share_all(hits)
-+ self.pool.share_all(hits[:-1])
+- self.pool.share_all(live)
++ self.pool.share_all(live[:-1])
 
-KvManager._num_shareable: a prompt that is wholly cached computes nothing
+PrefixFinder.num_shareable: a prompt that is wholly cached computes nothing
 - (len(sequence.token_ids) - 1)
 + len(sequence.token_ids)
 
@@ -108,7 +113,7 @@ KvManager.fork: siblings write into the same block
 + if True:
 
 KvManager.swap_in: a sequence whose shared blocks were evicted is swapped in
-- if len(hits) < swapped.num_unswapped:
+- if len(hits) < swapped.num_unswapped * num_groups:
 + if False:
 
 BlockIndex.find_block: a cached block is read before it has been copied to the CPU pool
@@ -119,13 +124,13 @@ BlockIndex._evict: a block of the CPU pool is found after another took its place
 - self._remove(block)
 + del self._key_of[block]
 
-KvManager.admit: a sequence runs before its cached blocks are copied back
-- awaits_copies = awaits_copies or bool(loaded)
+DeviceTier.load_blocks: a sequence runs before its cached blocks are copied back
+- self.arriving.update(targets)
 + pass
 
 KvManager.admit: a sequence that shares blocks being copied back runs at once
 - not self.device.arriving.isdisjoint(hits)
-+ False
++ not {copy.target for copy in self.device._loads}.isdisjoint(hits)
 
 CpuTier.begin_epoch: cached blocks in the memory of dead ranks are found
 - self.clear()
@@ -222,6 +227,46 @@ CrashSearch._note_margin: a request that kills its ranks some steps after each s
 EngineStream._end: a stream does not end with its request
 - if not indices:
 + if False:
+
+KvManager._release_dead: a block is released that the next query sees
+- self.groups.num_dead(sequence.num_computed)
++ self.groups.num_dead(sequence.num_computed + 1)
+
+KvManager._release_dead: the table keeps a released block
+- blocks.ids[place] = NO_BLOCK
++ pass
+
+KvManager._hold_blocks: blocks that a sequence never had are released behind its window
+- sequence.blocks.num_dead = num_dead
++ sequence.blocks.num_dead = [0] * len(num_dead)
+
+PrefixFinder.key_at: groups share their cached blocks
+- group_key(keys[index], group) if group else keys[index]
++ keys[index]
+
+GroupTables.longest_prefix: a prefix is found without the first block of its window
+- while index > needed and has(index - 1, group):
++ while index > needed and (index == needed + 1 or has(index - 1, group)):
+
+PrefixFinder._device_table: a sequence is swapped in without a block of its window
+- num_entries = index
++ pass
+
+KvManager.find_donor: a sequence is forked from a sibling that has released the prompt
+- step, self.groups.num_dead(sequence.num_prompt_tokens - 1)
++ step
+
+KvManager.fork: siblings share a block in all groups but the first
+- for pair in zip(sources, targets, strict=False)
++ for pair in zip(sources, targets[:1], strict=False)
+
+KvManager.swap_out: swapped blocks come back at other places of the table
+- _filled(table, targets)
++ targets + [NO_BLOCK] * (len(table) - len(targets))
+
+SequenceBlocks.extend: a prompt gets blocks in one group only
+- // block_size) * num_groups
++ // block_size)
 """
 
 

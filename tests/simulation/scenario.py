@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pagedray.config import Preemption
+from pagedray.layout import num_held_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,8 +88,12 @@ class Scenario:
     step_s: float = 0.01
     itl_target_ms: float | None = None
     channel_delay_s: float = 0.0
+    windows: tuple[int | None, ...] = (None,)
+    """The window of each group of layers."""
 
 
+_WINDOWED = 3
+"""In one scenario of so many, there are several groups of layers."""
 _RETURNING = 4
 """In one scenario of so many, prompts come back."""
 _LETHAL = 16
@@ -97,6 +102,30 @@ _LETHAL = 16
 
 def make_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
+    scenario = _make_uniform(seed)
+    if seed % _WINDOWED:
+        return scenario
+    draws = random.Random(-1 - seed)
+    window = draws.choice((1, 2, 3, 5, 8, 13))
+    windows = [window, draws.choice((window, 4))][: draws.choice((1, 1, 2))]
+    groups = (*[None] * draws.choice((0, 1, 1, 1, 2)), *windows)
+    num_blocks = num_held_blocks(
+        scenario.num_blocks * scenario.block_size,
+        windows=groups,
+        block_size=scenario.block_size,
+        step_tokens=scenario.max_num_batched_tokens,
+    )
+    return replace(
+        scenario,
+        windows=groups,
+        num_blocks=num_blocks,
+        num_cpu_blocks=scenario.num_cpu_blocks * len(groups),
+        num_disk_blocks=scenario.num_disk_blocks * len(groups),
+    )
+
+
+def _make_uniform(seed: int) -> Scenario:
+    """Return the scenario of a seed with one group of layers."""
     draws = random.Random(seed)
     if seed % _RETURNING == 0:
         return _make_returning(seed, draws)
@@ -274,7 +303,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
     for field in fields(Scenario):
-        is_free = field.name in ("num_ranks", "channel_delay_s", "itl_target_ms")
+        is_free = field.name in ("num_ranks", "channel_delay_s", "itl_target_ms", "windows")
         if is_free and _value(scenario, field) != field.default:
             without = tuple(fault for fault in faults if fault.rank == 0)
             yield replace(scenario, faults=without, **_default_of(field))

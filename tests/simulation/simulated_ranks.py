@@ -67,6 +67,7 @@ class SimulatedRanks(Executor):
             num_blocks=self._scenario.num_blocks,
             num_cpu_blocks=self._scenario.num_cpu_blocks,
             block_bytes=1,
+            groups=self._scenario.windows,
         )
 
     @property
@@ -174,6 +175,7 @@ class SimulatedRanks(Executor):
             seeds=self.seeds,
             block_copy_s=scenario.step_s,
             token_s=scenario.step_s / 8,
+            windows=scenario.windows,
         )
 
     def _post(self, message: StepPlan | StepMasks) -> None:

@@ -1,0 +1,236 @@
+"""Finds the prefix of a sequence in every tier, and copies it to the tier above.
+
+A prefix needs the blocks that the query behind it sees: in a group without a window all, in a
+window group the last. The keys of a sequence are computed as far as look-ups need them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.scheduling.device_tier import group_key
+from cluster.scheduling.groups import NO_BLOCK
+from cluster.scheduling.sequence import DiskRead, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as AnySequence
+
+    from cluster.scheduling.device_tier import BlockKey, DeviceTier
+    from cluster.scheduling.groups import GroupTables
+    from cluster.scheduling.tiers import CpuTier, DiskTier
+
+__all__ = ["PrefixFinder"]
+
+
+class PrefixFinder:
+    """Looks sequences up in the tiers of the prefix cache."""
+
+    __slots__ = ("_block_size", "_cpu", "_device", "_groups")
+
+    def __init__(
+        self, groups: GroupTables, device: DeviceTier, cpu: CpuTier, *, block_size: int
+    ) -> None:
+        self._groups = groups
+        self._device = device
+        self._cpu = cpu
+        self._block_size = block_size
+
+    def find_blocks(self, sequence: Sequence, num_shareable: int) -> list[int]:
+        """Return the table of the longest prefix of a sequence that is cached on the device."""
+        device, groups = self._device, self._groups
+        hits = self._find_chain(sequence, num_shareable)
+        if groups.is_uniform:
+            return hits
+        end = groups.longest_prefix(
+            len(hits) if groups.num_full else num_shareable,
+            lambda index, group: device.find_block(self.key_at(sequence, index, group)) is not None,
+            first=len(hits) if groups.num_full == 1 else 0,
+        )
+        return self._device_table(sequence, hits, end, groups.num_dead(end * self._block_size))
+
+    def find_swapped(self, sequence: Sequence, num_shareable: int) -> list[int]:
+        """Return the table of the leading blocks of a swapped sequence that are cached."""
+        # It writes to no block of tokens that it has computed.
+        most = min(num_shareable, sequence.num_computed // self._block_size)
+        hits = self._find_chain(sequence, most)
+        if self._groups.is_uniform:
+            return hits
+        most = len(hits) if self._groups.num_full else most
+        num_dead = self._groups.num_dead(sequence.num_computed)
+        return self._device_table(sequence, hits, most, num_dead)
+
+    def _device_table(
+        self, sequence: Sequence, hits: list[int], num_entries: int, num_dead: AnySequence[int]
+    ) -> list[int]:
+        """Return the table of cached blocks, up to an entry that is not cached.
+
+        `hits` are the blocks of the first group, if queries see all tokens in it.
+        """
+        num_groups, first_group = self._groups.num_groups, 0
+        table = [NO_BLOCK] * (num_entries * num_groups)
+        if self._groups.num_full:
+            table[::num_groups] = hits[:num_entries]
+            first_group = 1
+        for group in range(first_group, num_groups):
+            for index in range(num_dead[group], num_entries):
+                block = self._device.find_block(self.key_at(sequence, index, group))
+                if block is None:
+                    num_entries = index
+                    break
+                table[index * num_groups + group] = block
+        return table[: num_entries * num_groups]
+
+    def _find_chain(self, sequence: Sequence, num_shareable: int) -> list[int]:
+        """Return the leading blocks of the first group that are cached on the device.
+
+        The keys of a sequence are of the device's revision from then on.
+        """
+        blocks, device = sequence.blocks, self._device
+        if blocks.keys_revision != device.revision:
+            blocks.keys = []
+            blocks.keys_revision = device.revision
+        request = sequence.active.request
+        return device.find_prefix(
+            blocks.keys,
+            b"" if blocks.keys else device.root(request.tenant, request.cache_salt),
+            sequence.token_ids,
+            num_blocks=num_shareable,
+            block_size=self._block_size,
+        )
+
+    def load_blocks(
+        self,
+        sequence: Sequence,
+        hits: list[int],
+        num_shareable: int,
+        *,
+        num_tokens: int,
+        num_spare: int,
+    ) -> list[int]:
+        """Copy blocks from the CPU pool for a longer prefix than `hits`, and return its table.
+
+        `hits` are owned. None are copied if they are better computed.
+        """
+        cpu, device, groups = self._cpu, self._device, self._groups
+        first = len(hits) // groups.num_groups
+
+        def has(index: int, group: int) -> bool:
+            key = self.key_at(sequence, index, group)
+            return cpu.find_block(key) is not None or device.find_block(key) is not None
+
+        end = counted = groups.longest_prefix(num_shareable, has, first=first)
+        while counted < num_shareable and cpu.policy.note_lookup(
+            self.key_at(sequence, counted).digest
+        ):
+            counted += 1
+        if end == first:
+            return hits
+        num_dead = groups.num_dead(end * self._block_size)
+        table = hits + [NO_BLOCK] * ((end - first) * groups.num_groups)
+        places, sources, shared, keys = [], [], [], []
+        for index in range(first, end):
+            for group, dead in enumerate(num_dead):
+                if index < dead:
+                    continue
+                key, place = self.key_at(sequence, index, group), index * groups.num_groups + group
+                block = device.find_block(key)
+                if block is None:
+                    source = cpu.find_block(key)
+                    assert source is not None
+                    places.append(place)
+                    sources.append(source)
+                    keys.append(key)
+                else:
+                    table[place] = block
+                    shared.append(block)
+        num_missing = groups.num_missing(num_tokens, num_entries=end, num_dead=num_dead)
+        num_needed = len(sources) + len(shared) - self._device.pool.num_in_use(shared) + num_missing
+        if num_needed + num_spare > self._device.pool.num_free or not cpu.policy.is_restored(
+            len(sources), first=first, end=end
+        ):
+            return hits
+        self._device.pool.share_all(shared)
+        for group, dead in enumerate(num_dead):
+            for place in range(group, min(dead, first) * groups.num_groups, groups.num_groups):
+                if table[place] != NO_BLOCK:
+                    self._device.pool.release(table[place])
+                    table[place] = NO_BLOCK
+        # The device blocks for the copies may be evicted to the CPU pool.
+        cpu.begin_loads(sources)
+        for place, block in zip(places, device.load_blocks(keys, sources), strict=True):
+            table[place] = block
+        return table
+
+    def begin_disk_read(self, sequence: Sequence, disk: DiskTier, step: int) -> DiskRead:
+        """Read the blocks that are better read from the disk than computed, in the plan of `step`.
+
+        Returns the last step that reads blocks that the sequence needs.
+        """
+        cpu, device, groups = self._cpu, self._device, self._groups
+        num_shareable = self.num_shareable(sequence)
+        first = len(self.find_blocks(sequence, num_shareable)) // groups.num_groups
+
+        def has(index: int, group: int) -> bool:
+            key = self.key_at(sequence, index, group)
+            return (
+                device.find_block(key) is not None
+                or disk.step_of_read(key) is not None
+                or cpu.find_block(key) is not None
+                or (disk.find_block(key) is not None and not cpu.has_key(key))
+            )
+
+        end = groups.longest_prefix(num_shareable, has, first=first)
+        num_dead = groups.num_dead(end * self._block_size)
+        keys: list[BlockKey] = []
+        first_read, num_kept, last_step = 0, 0, None
+        for index in range(first, end):
+            for group, dead in enumerate(num_dead):
+                key = self.key_at(sequence, index, group)
+                if index < dead or device.find_block(key) is not None:
+                    continue
+                read_step = disk.step_of_read(key)
+                if read_step is not None:
+                    last_step = read_step if last_step is None else max(last_step, read_step)
+                elif cpu.find_block(key) is not None:
+                    # Blocks that are read must not take its place.
+                    cpu.touch_key(key)
+                    num_kept += 1
+                else:
+                    first_read = first_read if keys else index
+                    keys.append(key)
+        num_readable = disk.num_readable(num_kept)
+        # Without all blocks of its windows, no longer prefix is found.
+        del keys[0 if self._groups.has_windows and len(keys) > num_readable else num_readable :]
+        if not keys or not cpu.policy.is_read(
+            len(keys), num_reading=disk.num_reading, first=first_read
+        ):
+            return DiskRead(last_step)
+        disk.read_blocks(keys, step)
+        return DiskRead(step)
+
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Return the blocks of known tokens that may be shared: one token is left to compute.
+
+        None are shareable while log-probabilities of the prompt are to be computed.
+        """
+        if not self._device.is_enabled:
+            return 0
+        if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
+            return 0
+        return (len(sequence.token_ids) - 1) // self._block_size
+
+    def key_at(self, sequence: Sequence, index: int, group: int = 0) -> BlockKey:
+        """Return the key of the block of entry `index` in a group."""
+        keys = sequence.blocks.keys
+        while len(keys) <= index:
+            first = len(keys) * self._block_size
+            tokens = sequence.token_ids[first : first + self._block_size]
+            keys.append(self._device.key_after(self.parent_of(sequence, len(keys)), tokens))
+        return group_key(keys[index], group) if group else keys[index]
+
+    def parent_of(self, sequence: Sequence, index: int) -> bytes:
+        """Return the digest before the digest of block `index`."""
+        if index:
+            return sequence.blocks.keys[index - 1].digest
+        request = sequence.active.request
+        return self._device.root(request.tenant, request.cache_salt)
