@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from cluster.scheduling.device_tier import BlockKey, DeviceTier
 from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions, Refusal
+from cluster.scheduling.prefix_finder import PrefixFinder
 from cluster.scheduling.sequence import Sequence, Swapped
 from pagedray.batch import BlockCopy
 from tests.scheduling.builders import (
@@ -485,8 +486,8 @@ class WatchedTier(DeviceTier):
     __slots__ = ("num_lookups",)
 
     def __init__(self, kv: KvManager) -> None:
-        save = kv.cpu.save_block
-        super().__init__(b"key", num_blocks=NUM_BLOCKS, is_enabled=True, save=save)
+        save, num_blocks = kv.cpu.save_block, kv.pool.num_blocks
+        super().__init__(b"key", num_blocks=num_blocks, is_enabled=True, save=save)
         self.num_lookups = 0
 
     def find_block(self, key: BlockKey) -> int | None:
@@ -508,16 +509,18 @@ class WatchedTier(DeviceTier):
         )
 
 
-def make_watched_manager() -> tuple[KvManager, WatchedTier]:
+def make_watched_manager(*windows: int | None) -> tuple[KvManager, WatchedTier]:
     options = KvOptions(
         block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=NUM_BLOCKS * max(len(windows), 1),
         num_cpu_blocks=8,
         enable_cpu_prefix_cache=False,
+        windows=windows or (None,),
     )
     kv = KvManager(options, costs=None, max_num_tokens=100)
     device = WatchedTier(kv)
     kv.device, kv.pool = device, device.pool
+    kv.finder = PrefixFinder(kv.groups, device, kv.cpu, block_size=BLOCK_SIZE)
     return kv, device
 
 
@@ -527,7 +530,7 @@ def make_sequence(token_ids: tuple[int, ...]) -> Sequence:
 
 def compute(kv: KvManager, sequence: Sequence) -> None:
     """Take all known tokens of an admitted sequence as computed."""
-    sequence.blocks.extend(len(sequence.token_ids), kv.block_size)
+    sequence.blocks.extend(len(sequence.token_ids), kv.block_size, kv.groups.num_groups)
     sequence.num_computed = len(sequence.token_ids)
     kv.register_blocks(sequence)
 
@@ -535,7 +538,12 @@ def compute(kv: KvManager, sequence: Sequence) -> None:
 def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
     """Return whether a sequence can be admitted, by looking up its whole prefix."""
     cache = kv.device
-    assert cache is not None
+    if kv.groups.has_windows:
+        # Without what is known of the last failure.
+        unknown = make_sequence(tuple(sequence.token_ids))
+        hits = kv.finder.find_blocks(unknown, (len(sequence.token_ids) - 1) // BLOCK_SIZE)
+        num_shared = sum(block >= 0 and block not in kv.pool.idle_blocks for block in hits)
+        return kv.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
     parent, num_shared = cache.root(""), 0
     for first in range(0, len(sequence.token_ids) - BLOCK_SIZE, BLOCK_SIZE):
         key = cache.key_after(parent, sequence.token_ids[first : first + BLOCK_SIZE])
@@ -550,6 +558,7 @@ def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: i
 PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,) * 11]
 
 
+@pytest.mark.parametrize("windows", [(), (None, 3)])
 @settings(max_examples=100)
 @given(
     st.lists(
@@ -557,9 +566,10 @@ PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,
     )
 )
 def test_a_sequence_is_admitted_as_soon_as_there_is_room(
+    windows: tuple[int | None, ...],
     events: list[tuple[int, int, int]],
 ) -> None:
-    kv, _ = make_watched_manager()
+    kv, _ = make_watched_manager(*windows)
     waiting = [make_sequence((*prompt, 0)) for prompt in PROMPTS]
     running: list[Sequence] = []
     for event, which, amount in events:
