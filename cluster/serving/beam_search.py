@@ -36,10 +36,9 @@ __all__ = [
 
 EarlyStopping = bool | Literal["never"]
 _MOST_PENALTY = 10
-# The first five have no effect: beams are not sampled.
-_ALLOWED = frozenset(
-    ("min_p", "seed", "temperature", "top_k", "top_p", "ignore_eos", "logprobs", "max_tokens", "n")
-)
+_UNUSED = frozenset(("min_p", "seed", "temperature", "top_k", "top_p"))
+"""Parameters without an effect: beams are not sampled."""
+_ALLOWED = _UNUSED | {"ignore_eos", "logprobs", "max_tokens", "n"}
 _ZERO_COUNTS = frozenset(("prompt_logprobs", "thinking_token_budget"))
 """Parameters that have an effect if they are 0."""
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())

@@ -1,4 +1,6 @@
-"""The choice on a GPU, in a few launches, without a sort and without waiting for the device."""
+"""The choice of a token on a GPU: `TritonChoice`, in a few launches without a sort, and
+`TorchChoice`, its plain version. Neither waits for the device.
+"""
 
 from __future__ import annotations
 
