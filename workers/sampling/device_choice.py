@@ -1,5 +1,6 @@
-"""The choice of a token on a GPU: `TritonChoice`, in a few launches without a sort, and
-`TorchChoice`, its plain version. Neither waits for the device.
+"""The choice of a token on a GPU, without waiting for the device.
+
+`TritonChoice` takes a few launches and does not sort; `TorchChoice` is its plain version.
 """
 
 from __future__ import annotations
