@@ -20,6 +20,8 @@ __all__ = [
     "ExpertsConfig",
     "HubFile",
     "HubRevision",
+    "LayerEmbedding",
+    "LayerHeads",
     "LongContext",
     "ModelConfig",
     "NormKind",
@@ -57,6 +59,8 @@ class RopeConfig:
     """Multiplies rotated elements."""
     rotary_size: int | None = None
     """Number of leading elements of a head that are rotated; None is all."""
+    num_rotated_pairs: int | None = None
+    """Number of pairs that are rotated, of the pairs of whole heads; None is all."""
     is_interleaved: bool = False
     """Whether the elements of a pair are adjacent in a checkpoint, not half a head apart."""
     beta_fast: float = 32.0
@@ -77,6 +81,27 @@ class LongContext:
     rope: RopeConfig
     """The RoPE of all positions, also of short sequences."""
     max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerHeads:
+    """The keys and values of a layer, for models with layers that differ in them."""
+
+    num_kv_heads: int
+    head_size: int
+    source: int | None = None
+    """The earlier layer whose keys and values this layer reads; None if it has its own."""
+    has_key_values: bool = False
+    """Whether values come from the projection of keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbedding:
+    """A second embedding of tokens, with a vector for each layer."""
+
+    vocab_size: int
+    size: int
+    """The length of a layer's vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +136,19 @@ class TensorNames:
     mlp_input: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up projection, or the one tensor if they are fused or there is no gate."""
     mlp_output: str = "mlp.down_proj"
+    layer_scale: str | None = None
+    """The number by which the stream is multiplied after the layer, a tensor itself, or None."""
+    side_mlp_norm: str | None = None
+    """The norm after the MLP of a layer that also has experts, or None if layers have either."""
+    side_expert_norm: str = ""
+    """The norm before the experts beside an MLP."""
+    side_expert_post_norm: str = ""
+    """The norm after them."""
     router: str = "mlp.gate"
+    router_norm: str | None = None
+    """The weight of the router's own norm of its input, a tensor itself, or None."""
+    expert_scales: str = ""
+    """The factors of the weights of chosen experts, a tensor itself; only with `router_norm`."""
     expert_input: tuple[str, ...] = (
         "mlp.experts.{}.gate_proj.weight",
         "mlp.experts.{}.up_proj.weight",
@@ -136,7 +173,7 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedGate:
-    """How an expert joins its gate and up projection, if not as `silu(gate) * up`.
+    """How an expert joins its gate and up projection, if not as `activation(gate) * up`.
 
     `gate * sigmoid(alpha * gate) * (up + 1)`, of a gate of at most `limit`, and of an up projection
     of at most that magnitude.
@@ -159,7 +196,9 @@ class ExpertsConfig:
     """Whether the weights of a token's chosen experts add up to 1, or the weights of all experts.
     """
     gate: ClampedGate | None = None
-    """How gate and up projection are combined; None is `silu(gate) * up`."""
+    """How gate and up projection are combined; None is `activation(gate) * up`."""
+    activation: Activation = "silu"
+    """The activation of gates without a `gate`."""
     has_bias: bool = False
     """Whether the router and the projections of experts have biases."""
     is_mxfp4: bool = False
@@ -288,15 +327,23 @@ class ModelConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_qk_norm: bool = False
+    has_value_norm: bool = False
+    """Whether the values of each head are normed too, without a weight; only with `has_qk_norm`."""
     is_qk_norm_whole: bool = False
     """Whether the norm is over all heads of queries, and all of keys, instead of one head."""
     sliding_windows: tuple[int | None, ...] = ()
     """Keys that a query attends to, itself included, by layer; None is all."""
+    layer_heads: tuple[LayerHeads, ...] = ()
+    """Keys and values of each layer; empty if layers are alike."""
+    layer_embedding: LayerEmbedding | None = None
+    """The embedding of tokens by layer, or None."""
+    mlp_sizes: tuple[int, ...] = ()
+    """`intermediate_size` of each layer; empty if layers are alike."""
     activation: Activation = "silu"
     is_mlp_gated: bool = True
     has_mlp_bias: bool = False
     experts: ExpertsConfig | None = None
-    """Experts of layers, in place of an MLP, or None."""
+    """Experts of layers, in place of an MLP or beside it (`side_mlp_norm`), or None."""
     is_encoder: bool = False
     """Whether tokens attend to all others of their text, as in BERT."""
     is_bidirectional: bool = False
@@ -347,7 +394,13 @@ class ModelConfig:
     @property
     def has_dense_layers(self) -> bool:
         """Whether some layers have an MLP that is not chosen by a router."""
-        return any(self.experts_of(layer) is None for layer in range(self.num_layers))
+        layers = range(self.num_layers)
+        return self.has_side_experts or any(self.experts_of(layer) is None for layer in layers)
+
+    @property
+    def has_side_experts(self) -> bool:
+        """Whether layers with experts have an MLP too."""
+        return self.experts is not None and self.names.side_mlp_norm is not None
 
     @property
     def pools(self) -> bool:
@@ -379,6 +432,22 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int | None:
         """Return how many keys a query of `layer` attends to, or None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Return the keys and values of `layer`."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
+        return LayerHeads(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own."""
+        layers = range(self.num_layers)
+        return tuple(layer for layer in layers if self.heads_of(layer).source is None)
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the columns of the MLP of `layer`."""
+        return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of `layer`, or None if it has one MLP."""

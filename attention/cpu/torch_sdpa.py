@@ -110,7 +110,8 @@ class TorchSDPAMetadata(AttentionMetadata):
         if plan.write is not None:
             views = self.cache_views(kv_cache, layer_index)
             blocks = views.blocks
-            plan.write.write_layer(*stored, views)
+            if not inputs.is_cached:
+                plan.write.write_layer(*stored, views)
         runner = self._builder.runner(layer_index, inputs.sinks)
         runner.run_plan(plan, query, key, value, blocks, out)
         self._run_kernels(plan, query, kv_cache, layer_index, out, sinks=inputs.sinks)

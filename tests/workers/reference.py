@@ -56,7 +56,7 @@ def _make_model(name: str) -> Any:  # Any: transformers has no types
     case |= {
         "vocab_size": 131,
         "hidden_size": heads * 8,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": case.get("num_hidden_layers", 3),
         "num_attention_heads": heads,
         # The defaults of some families exceed this small vocabulary.
         "pad_token_id": 0,
@@ -78,6 +78,9 @@ def _make_model(name: str) -> Any:  # Any: transformers has no types
             is_matrix = parameter.dim() > 1
             deviation = 1.5 / math.sqrt(parameter.shape[-1]) if is_matrix else 0.3
             parameter.normal_(0.0 if is_matrix else 0.7, deviation)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(0.9, 0.2)
     return model
 
 
@@ -131,10 +134,10 @@ def run(
     cache = torch.zeros(
         TorchSDPABackend.get_kv_cache_shape(
             num_blocks=9,
-            num_layers=config.num_layers,
+            num_layers=spec.num_cache_layers,
             block_size=BLOCK_SIZE,
             num_kv_heads=spec.layers[0].num_kv_heads,
-            head_size=config.head_size,
+            head_size=spec.layers[0].head_size,
         ),
         dtype=storage_dtype(spec.cache_dtype),
     )

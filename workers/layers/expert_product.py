@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn.functional import rms_norm
 
 from attention.kernels.arguments import ExpertWeights
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
-from workers.layers.activation import clamped_gate
+from workers.layers.activation import activation_function, clamped_gate
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_choice import make_linear_kernel
 from workers.layers.weight import Layer, Placement, WeightShard
@@ -30,6 +31,7 @@ __all__ = [
     "GroupedExperts",
     "LinearExperts",
     "Mxfp4Experts",
+    "NormedRouter",
     "Router",
     "StackedExperts",
     "make_expert_product",
@@ -93,6 +95,7 @@ class LinearExperts(ExpertProduct):
         self._experts = part.experts
         self._num_experts = part.config.num_experts
         self._gate = part.config.gate
+        self._activation = part.config.activation
         self._gate_up = kernels(part.gate_up_shape, has_bias=part.config.has_bias)
         self._down = kernels(part.down_shape, has_bias=part.has_output_bias)
 
@@ -136,9 +139,12 @@ class LinearExperts(ExpertProduct):
 
     def _inner(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the input of an expert's down projection."""
-        if self._gate is None:
+        if self._gate is not None:
+            return clamped_gate(self._gate_up[index](rows), self._gate)
+        if self._activation == "silu":
             return self._gate_up[index].gated(rows)
-        return clamped_gate(self._gate_up[index](rows), self._gate)
+        gate, up = self._gate_up[index](rows).chunk(2, dim=1)
+        return activation_function(self._activation)(gate).mul_(up)
 
 
 class StackedExperts(ExpertProduct):
@@ -305,6 +311,48 @@ class Router(Layer):
 
     def weight_work(self) -> WeightWork:
         return self._kernel.work(*self._shape)
+
+
+class NormedRouter(Router):
+    """A router that norms its input itself, and multiplies the weights of chosen experts."""
+
+    def __init__(
+        self,
+        names: tuple[str, str, str],
+        experts: ExpertsConfig,
+        eps: float,
+        place: Placement,
+        *,
+        hidden_size: int,
+    ) -> None:
+        """`names` are those of the product, of the norm's weight and of the experts' factors."""
+        name, *self._tensor_names = names
+        super().__init__(name, experts, place, hidden_size=hidden_size)
+        self._eps = eps
+        self._norm_weight, self._factors = (
+            torch.empty(size, dtype=place.dtype, device=place.device)
+            for size in (hidden_size, experts.num_experts)
+        )
+
+    def __call__(self, x: torch.Tensor) -> Choice:
+        choice = super().__call__(
+            rms_norm(x, self._norm_weight.shape, self._norm_weight, self._eps)
+        )
+        return Choice(choice.experts, choice.weights * self._factors[choice.experts])
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield from super().weight_shards()
+        for name, target in zip(
+            self._tensor_names, (self._norm_weight, self._factors), strict=True
+        ):
+            yield WeightShard(
+                name=name, shape=tuple(target.shape), part=(slice(None),), target=target, dummy=1.0
+            )
+
+    def finalize(self) -> None:
+        super().finalize()
+        self._norm_weight.mul_(len(self._norm_weight) ** -0.5)
+        self._factors = self._factors.float()
 
 
 class Mxfp4Experts(StackedExperts):

@@ -12,7 +12,13 @@ import torch
 
 from pagedray.rank_roofline import WeightWork
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
-from workers.layers.expert_product import ExpertPart, ExpertProduct, Router, make_expert_product
+from workers.layers.expert_product import (
+    ExpertPart,
+    ExpertProduct,
+    NormedRouter,
+    Router,
+    make_expert_product,
+)
 from workers.layers.formats.mxfp4 import BLOCK_BYTES, Mxfp4Matrix
 from workers.layers.weight import Layer, Placement, WeightShard, part_of
 
@@ -42,9 +48,10 @@ class ExpertLayer(Layer):
         place: Placement,
         *,
         hidden_size: int,
+        norm_eps: float,
         shared: MLP | None,
     ) -> None:
-        """`shared` is an MLP that every token passes."""
+        """`shared` is an MLP that every token passes, and `norm_eps` that of the router's norm."""
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
         self._hidden_size = hidden_size
@@ -53,7 +60,7 @@ class ExpertLayer(Layer):
         self._tensors = ExpertTensors(
             prefix, names, experts, hidden_size=hidden_size, group=place.group
         )
-        self._router = Router(f"{prefix}.{names.router}", experts, place, hidden_size=hidden_size)
+        self._router = _make_router(prefix, names, experts, norm_eps, place, hidden_size)
         self._product = make_expert_product(
             ExpertPart(
                 config=experts,
@@ -70,9 +77,9 @@ class ExpertLayer(Layer):
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
         return self._group.all_reduce(self.partial(x))
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the output."""
-        out = self._product(x, self._router(x))
+    def partial(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's part of the output. The router reads its own input, if it has one."""
+        out = self._product(x, self._router(x if router_input is None else router_input))
         if self._shared is not None:
             out.add_(self._shared.partial(x))
         return out
@@ -100,6 +107,21 @@ class ExpertLayer(Layer):
         self._product.finalize()
         if self._shared is not None:
             self._shared.finalize()
+
+
+def _make_router(
+    prefix: str,
+    names: TensorNames,
+    experts: ExpertsConfig,
+    norm_eps: float,
+    place: Placement,
+    hidden_size: int,
+) -> Router:
+    name = f"{prefix}.{names.router}"
+    if names.router_norm is None:
+        return Router(name, experts, place, hidden_size=hidden_size)
+    all_names = name, f"{prefix}.{names.router_norm}", f"{prefix}.{names.expert_scales}"
+    return NormedRouter(all_names, experts, norm_eps, place, hidden_size=hidden_size)
 
 
 class ExpertTensors:

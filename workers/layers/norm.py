@@ -86,11 +86,14 @@ class LayerNorm(Norm):
 
 
 class QKNorm(Layer):
-    """RMSNorm of each head of queries and keys, with one weight for each of the two."""
+    """RMSNorm of each head of queries and keys, with one weight for each of the two.
+
+    Heads of values may follow, which are normed without a weight.
+    """
 
     def __init__(
         self,
-        names: tuple[str, str],
+        names: tuple[str, ...],
         head_size: int,
         eps: float,
         place: Placement,
@@ -98,7 +101,9 @@ class QKNorm(Layer):
         num_heads: int,
         num_kv_heads: int,
         has_offset: bool,
+        norms_values: bool = False,
     ) -> None:
+        """With a single name, there are only queries."""
         device = place.device
         self._names = names
         self._head_size = head_size
@@ -107,13 +112,16 @@ class QKNorm(Layer):
         self._offset = 1.0 if has_offset else 0.0
         # As in `OffsetRMSNorm`, an offset needs float32 until the result is rounded.
         self._computed_dtype = torch.float32 if has_offset else place.dtype
-        self._weights = torch.empty(2, head_size, dtype=self._computed_dtype, device=device)
-        self._repeats = torch.tensor([num_heads, num_kv_heads], device=device)
+        repeats = [num_heads, num_kv_heads, num_kv_heads][: len(names) + norms_values]
+        self._weights = torch.ones(
+            len(repeats), head_size, dtype=self._computed_dtype, device=device
+        ).sub_(self._offset)
+        self._repeats = torch.tensor(repeats, device=device)
         self._weight = torch.empty(0)
         self._kernel = head_norm_kernel(eps, device)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `[num_tokens, num_heads + num_kv_heads, head_size]`."""
+        """Return the norm of all heads, `[num_tokens, number of heads, head_size]`."""
         if self._kernel is not None:
             return self._kernel(heads, self._weight)
         heads = heads.to(self._computed_dtype)
@@ -121,11 +129,11 @@ class QKNorm(Layer):
         return normed.mul_(self._weight).to(self._dtype)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        for name, target in zip(self._names, self._weights, strict=True):
+        for name, target in zip(self._names, self._weights, strict=False):
             yield _shard(f"{name}.weight", target, dummy=1.0 - self._offset)
 
     def finalize(self) -> None:
-        # [num_heads + num_kv_heads, head_size]
+        # [number of heads, head_size]
         self._weight = (self._weights + self._offset).repeat_interleave(self._repeats, dim=0)
 
     def weight_work(self) -> WeightWork:

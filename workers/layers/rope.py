@@ -28,6 +28,8 @@ def inverse_frequencies(rope: RopeConfig, size: int) -> torch.Tensor:
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.pair_factors) * rope.theta**exponents)
     frequencies = 1.0 / rope.theta**exponents
+    if rope.num_rotated_pairs is not None:
+        frequencies[rope.num_rotated_pairs :] = 0.0
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

@@ -12,8 +12,9 @@ from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
 from workers.layers.weight import CompositeLayer, Layer, Placement
-from workers.models.decoder_layer import decoder_layer_class, make_norm
+from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer, make_norm
 from workers.models.fused_layers import FusedLayers, LayerTail, reserve_sums
+from workers.models.scaled_layer import LayerEmbeddings, ScaledDecoderLayer
 from workers.models.score_head import ScoreHead
 from workers.models.self_attention import CachedAttention, SelectedAttention, StepAttention
 from workers.parallel.group import ParallelGroup, SoloGroup
@@ -55,7 +56,10 @@ class Decoder(CompositeLayer):
         self._rotations = _LayerRotations(
             config, num_query_heads=config.num_heads // group.size, dtype=dtype, device=device
         )
-        layer_class = decoder_layer_class(config)
+        self._layer_embeddings = None
+        if config.layer_embedding is not None:
+            self._layer_embeddings = LayerEmbeddings(config, config.layer_embedding, place)
+        layer_class = _layer_class(config)
         self._layers = [layer_class(config, index, place) for index in range(config.num_layers)]
         self._norm = make_norm(names.final_norm, config, place)
         self._group = group
@@ -99,13 +103,16 @@ class Decoder(CompositeLayer):
         computes the attention of the last layer for the selected tokens alone, if given.
         """
         residual = self._embedded(token_ids)
+        embeddings = self._embedded_by_layer(token_ids, residual)
         rotations = self._rotations.rotations(positions)
         fused = self._fused
         if fused is None:
-            hidden = self._run_plainly(residual, rotations, attention)
+            hidden = self._run_plainly(residual, embeddings, rotations, attention)
             return hidden if logits_indices is None else hidden[logits_indices]
-        run = fused.run_two_batches if fused.overlaps(len(residual)) else fused.run
-        tail = run(residual, rotations, attention, last_attention)
+        if fused.overlaps(len(residual)):
+            tail = fused.run_two_batches(residual, rotations, attention, last_attention)
+        else:
+            tail = fused.run(residual, embeddings, rotations, attention, last_attention)
         if logits_indices is not None:
             if last_attention is None:
                 tail = tail.select(logits_indices)
@@ -135,15 +142,22 @@ class Decoder(CompositeLayer):
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
     ) -> LayerTail:
         """Run the fused layers up to the attention of the last layer."""
+        residual = self._embedded(token_ids)
+        embeddings = self._embedded_by_layer(token_ids, residual)
         rotations = self._rotations.rotations(positions)
-        return self.fused.run(self._embedded(token_ids), rotations, attention)
+        return self.fused.run(residual, embeddings, rotations, attention)
 
     def _run_plainly(
-        self, x: torch.Tensor, rotations: Iterable[Rotation], attention: StepAttention
+        self,
+        x: torch.Tensor,
+        embeddings: torch.Tensor | None,
+        rotations: Iterable[Rotation],
+        attention: StepAttention,
     ) -> torch.Tensor:
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
-            x = layer(x, rotation, attention)
+            embedding = None if embeddings is None else embeddings[index]
+            x = layer(x, rotation, attention, embedding)
         return self._norm(x)
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -151,6 +165,14 @@ class Decoder(CompositeLayer):
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         return residual
+
+    def _embedded_by_layer(
+        self, token_ids: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the embeddings of layers, `[num_layers, num_tokens, size]`, or None."""
+        if self._layer_embeddings is None:
+            return None
+        return self._layer_embeddings(token_ids, residual)
 
     def logits(self, hidden: torch.Tensor) -> ShardedLogits:
         """Return the logits of `[num_sampled, hidden_size]`; only if the model generates."""
@@ -175,12 +197,20 @@ class Decoder(CompositeLayer):
         yield self._embedding
         if self._embedding_norm is not None:
             yield self._embedding_norm
+        if self._layer_embeddings is not None:
+            yield self._layer_embeddings
         yield from self._layers
         yield self._norm
         if self._head is not None:
             yield self._head
         if self._score_head is not None:
             yield self._score_head
+
+
+def _layer_class(config: ModelConfig) -> type[DecoderLayer]:
+    if config.names.layer_scale is not None:
+        return ScaledDecoderLayer
+    return ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
 
 
 def _make_embedding(config: ModelConfig, place: Placement) -> VocabEmbedding:
@@ -205,13 +235,16 @@ class _LayerRotations:
     def __init__(
         self, config: ModelConfig, *, num_query_heads: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        of_layers = [config.rope_of(layer) for layer in range(config.num_layers)]
+        of_layers = [
+            (config.rope_of(layer), config.heads_of(layer).head_size)
+            for layer in range(config.num_layers)
+        ]
         ropes = list(dict.fromkeys(of_layers))
         self._indices = [ropes.index(rope) for rope in of_layers]
         self._embeddings = [
             RotaryEmbedding(
                 rope,
-                head_size=config.head_size,
+                head_size=head_size,
                 num_query_heads=num_query_heads,
                 max_positions=config.max_positions,
                 dtype=dtype,
@@ -219,7 +252,7 @@ class _LayerRotations:
             )
             if rope is not None
             else None
-            for rope in ropes
+            for rope, head_size in ropes
         ]
 
     def rotations(self, positions: torch.Tensor) -> Iterator[Rotation]:

@@ -23,18 +23,13 @@ if TYPE_CHECKING:
     from pagedray.rank_roofline import WeightWork
     from workers.layers.rope import Rotation
 
-__all__ = ["DecoderLayer", "decoder_layer_class", "make_norm"]
+__all__ = ["DecoderLayer", "ParallelDecoderLayer", "make_norm", "normed"]
 
 _NORMS: Mapping[NormKind, type[Norm]] = {
     "rms": RMSNorm,
     "offset_rms": OffsetRMSNorm,
     "layer": LayerNorm,
 }
-
-
-def decoder_layer_class(config: ModelConfig) -> type[DecoderLayer]:
-    """Return the class of a model's layers."""
-    return ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
 
 
 def make_norm(name: str, config: ModelConfig, place: Placement) -> Norm:
@@ -65,13 +60,22 @@ class DecoderLayer(CompositeLayer):
         self.residual_scale = config.residual_scale
 
     def __call__(
-        self, x: torch.Tensor, rotation: Rotation, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        attention: StepAttention,
+        embedding: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
-        attended = self.attention(_normed(self.attention_norm, x), rotation, attention)
-        x = x + _normed(self.attention_post_norm, attended * self.residual_scale)
-        output = self.mlp(_normed(self.mlp_norm, x))
-        return x + _normed(self.mlp_post_norm, output * self.residual_scale)
+        """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`.
+
+        `embedding` is the layer's own embedding of each token, `[num_tokens, size]`, for models
+        with a `layer_embedding`.
+        """
+        del embedding
+        attended = self.attention(normed(self.attention_norm, x), rotation, attention)
+        x = x + normed(self.attention_post_norm, attended * self.residual_scale)
+        output = self.mlp(normed(self.mlp_norm, x))
+        return x + normed(self.mlp_post_norm, output * self.residual_scale)
 
     def tail_work(self) -> WeightWork:
         """Return what the weights behind the attention cost a step."""
@@ -96,10 +100,15 @@ class ParallelDecoderLayer(DecoderLayer):
     """A layer whose attention and MLP both read one norm of the stream, as in Cohere's models."""
 
     def __call__(
-        self, x: torch.Tensor, rotation: Rotation, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        attention: StepAttention,
+        embedding: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = _normed(self.attention_norm, x)
-        output = self.attention(normed, rotation, attention) + self.mlp(normed)
+        del embedding
+        rows = normed(self.attention_norm, x)
+        output = self.attention(rows, rotation, attention) + self.mlp(rows)
         return x + output * self.residual_scale
 
     def tail_work(self) -> WeightWork:
@@ -112,7 +121,8 @@ class ParallelDecoderLayer(DecoderLayer):
         yield self.mlp
 
 
-def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+def normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the stream, or the stream without a norm."""
     return x if norm is None else norm(x)
 
 
@@ -134,9 +144,17 @@ def _make_mlp(
         input_names = tuple(f"{prefix}.{name}" for name in inputs)
         return kind(input_names, f"{prefix}.{output}", params, place)
 
-    if experts is None:
-        return mlp(names.mlp_input, names.mlp_output, config.intermediate_size)
+    if experts is None or config.has_side_experts:
+        return mlp(names.mlp_input, names.mlp_output, config.mlp_size(layer_index))
     shared = None
     if experts.shared_size is not None:
         shared = mlp(names.shared_input, names.shared_output, experts.shared_size)
-    return ExpertLayer(prefix, names, experts, place, hidden_size=config.hidden_size, shared=shared)
+    return ExpertLayer(
+        prefix,
+        names,
+        experts,
+        place,
+        hidden_size=config.hidden_size,
+        norm_eps=config.norm_eps,
+        shared=shared,
+    )

@@ -8,7 +8,7 @@ definition is `workers.models.decoder_layer`, and both read the same weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,6 +19,7 @@ from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP
 from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
+from workers.models.scaled_layer import ScaledDecoderLayer
 from workers.models.self_attention import DecoderSelfAttention, SelectedAttention, StepAttention
 from workers.parallel.pending_sum import PendingSum
 
@@ -53,13 +54,14 @@ class LayerTail:
     """The residual stream before the layer's output is added, `[num_tokens, hidden_size]`."""
     heads: torch.Tensor
     """The attention of this rank's heads, `[num_tokens, num_heads * head_size]`."""
-    normed: torch.Tensor | None = None
-    """Input of an MLP beside attention, `[num_tokens, hidden_size]`; None if the MLP follows."""
+    other: torch.Tensor | None = None
+    """Another input of the rest of the layer, `[num_tokens, size]`: that of an MLP beside
+    attention, or the layer's embedding of each token; None if there is none."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTail:
         """Return what a function returns for each of the tensors."""
-        normed = None if self.normed is None else function(self.normed)
-        return LayerTail(function(self.residual), function(self.heads), normed)
+        other = None if self.other is None else function(self.other)
+        return LayerTail(function(self.residual), function(self.heads), other)
 
     def select(self, indices: torch.Tensor) -> LayerTail:
         """Return copies of some tokens; `indices` is `[num_selected]` int64 on their device."""
@@ -67,17 +69,17 @@ class LayerTail:
 
     def select_residual(self, indices: torch.Tensor) -> LayerTail:
         """Return what `select` does if `heads` are already those of the selected tokens."""
-        normed = None if self.normed is None else self.normed.index_select(0, indices)
-        return LayerTail(self.residual.index_select(0, indices), self.heads, normed)
+        other = None if self.other is None else self.other.index_select(0, indices)
+        return LayerTail(self.residual.index_select(0, indices), self.heads, other)
 
     def write(self, out: LayerTail) -> None:
         """Copy the tokens to the first ones of `out`."""
         num_tokens = len(self.residual)
         out.residual[:num_tokens].copy_(self.residual)
         out.heads[:num_tokens].copy_(self.heads)
-        if self.normed is not None:
-            assert out.normed is not None
-            out.normed[:num_tokens].copy_(self.normed)
+        if self.other is not None:
+            assert out.other is not None
+            out.other[:num_tokens].copy_(self.other)
 
 
 class FusedNorm:
@@ -440,9 +442,35 @@ class FusedParallelLayer(FusedLayer):
         return LayerTail(residual, self.attention.heads(normed, rotation, attention), normed)
 
     def finish(self, tail: LayerTail) -> torch.Tensor:
-        assert tail.normed is not None
-        part = self.attention.partial(tail.heads).add_(self.mlp.partial(tail.normed))
+        assert tail.other is not None
+        part = self.attention.partial(tail.heads).add_(self.mlp.partial(tail.other))
         return self._scaled_sum(part, None)
+
+
+class FusedScaledLayer(FusedLayer):
+    """The fused form of `ScaledDecoderLayer`: its output is in the stream."""
+
+    def __init__(self, layer: ScaledDecoderLayer, group: ParallelGroup, *, is_last: bool) -> None:
+        super().__init__(layer, group, is_last=is_last)
+        self._side_experts, self._embedding_input = layer.side_experts, layer.embedding_input
+        self._layer_scale = layer.scale.value
+
+    def finish(self, tail: LayerTail) -> None:
+        residual = tail.residual
+        attention_post_norm, mlp_post_norm = self._post_norms
+        assert mlp_post_norm is not None
+        attended = self._scaled_sum(self.attention.partial(tail.heads), attention_post_norm)
+        output = self.mlp_output(residual, attended)
+        if self._side_experts is None:
+            output = self._scaled_sum(output, mlp_post_norm)
+        else:
+            output = self._side_experts(residual, self._group.all_reduce(output))
+            output = mlp_post_norm(output)
+        residual.add_(output)
+        if self._embedding_input is not None:
+            assert tail.other is not None
+            residual.add_(self._embedding_input(residual, tail.other))
+        residual.mul_(self._layer_scale)
 
 
 class FusedLayers:
@@ -456,12 +484,7 @@ class FusedLayers:
         group: ParallelGroup,
     ) -> None:
         """The weights must be final."""
-        self.layers = [
-            (FusedParallelLayer if isinstance(layer, ParallelDecoderLayer) else FusedLayer)(
-                layer, group, is_last=layer is layers[-1]
-            )
-            for layer in layers
-        ]
+        self.layers = [_fused_layer(layer, group, is_last=layer is layers[-1]) for layer in layers]
         self._norm = FusedNorm(
             last_norm, sums_over=_summed_by_norm(layers[-1], group), overlaps=group.size == 1
         )
@@ -471,6 +494,7 @@ class FusedLayers:
     def run(
         self,
         residual: torch.Tensor,
+        embeddings: torch.Tensor | None,
         rotations: Iterable[Rotation],
         attention: StepAttention,
         last_attention: SelectedAttention | None = None,
@@ -478,15 +502,21 @@ class FusedLayers:
         """Run all layers up to the attention of the last layer.
 
         Only the tokens whose logits are computed need more: no attention reads the last output.
-        `residual` is `[num_tokens, hidden_size]`, and changes in place. `last_attention` overrides
-        the attention of the last layer.
+        `residual` is `[num_tokens, hidden_size]`, and changes in place. `embeddings` are those of
+        layers, `[num_layers, num_tokens, size]`, if they have any. `last_attention` overrides the
+        attention of the last layer.
         """
         delta: Delta = None
         for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             self._group.progress.enter(Phase.LAYER, index)
-            if layer is self.layers[-1]:
-                return layer.attend(residual, delta, rotation, last_attention or attention)
-            delta = layer.finish(layer.attend(residual, delta, rotation, attention))
+            is_last = layer is self.layers[-1]
+            step = last_attention if is_last and last_attention is not None else attention
+            tail = layer.attend(residual, delta, rotation, step)
+            if embeddings is not None:
+                tail = replace(tail, other=embeddings[index])
+            if is_last:
+                return tail
+            delta = layer.finish(tail)
         raise AssertionError("A decoder has layers.")
 
     def overlaps(self, num_tokens: int) -> bool:
@@ -543,6 +573,14 @@ class FusedLayers:
         if not len(tail.residual):
             return tail.residual
         return self._norm(tail.residual, self.layers[-1].finish(tail))
+
+
+def _fused_layer(layer: DecoderLayer, group: ParallelGroup, *, is_last: bool) -> FusedLayer:
+    """Return the fused form of a layer."""
+    if isinstance(layer, ScaledDecoderLayer):
+        return FusedScaledLayer(layer, group, is_last=is_last)
+    fused = FusedParallelLayer if isinstance(layer, ParallelDecoderLayer) else FusedLayer
+    return fused(layer, group, is_last=is_last)
 
 
 def reserve_sums(

@@ -44,12 +44,12 @@ def attention_params(
     config: ModelConfig, layer_index: int, group: ParallelGroup
 ) -> AttentionParams:
     """Return the parameters of one layer's attention on this rank."""
-    scale = config.attention_scale
+    scale, heads = config.attention_scale, config.heads_of(layer_index)
     params = AttentionParams(
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        scale=config.head_size**-0.5 if scale is None else scale,
+        num_kv_heads=heads.num_kv_heads,
+        head_size=heads.head_size,
+        scale=heads.head_size**-0.5 if scale is None else scale,
         sliding_window=config.sliding_window(layer_index),
         soft_cap=config.attention_soft_cap,
         alibi_slopes=config.alibi_slopes,
@@ -72,9 +72,12 @@ def attention_spec(
     device: torch.device,
     max_seq_len: int | None = None,
 ) -> AttentionSpec:
-    """Return what the attention backend must support on this rank."""
+    """Return what the attention backend must support on this rank.
+
+    Layers that read the keys and values of an earlier layer have the entry of that layer.
+    """
     return AttentionSpec(
-        layers=tuple(attention_params(config, i, group) for i in range(config.num_layers)),
+        layers=tuple(attention_params(config, i, group) for i in config.cached_layers),
         dtype=getattr(torch, config.dtype),
         device=device,
         block_size=block_size,
@@ -94,20 +97,23 @@ class DecoderSelfAttention(CompositeLayer):
         group, device = place.group, place.device
         assert place.backend is not None
         params = attention_params(config, layer_index, group)
-        size = config.head_size
-        self._num_rotated = params.num_heads + params.num_kv_heads
+        source = config.heads_of(layer_index).source
+        size = params.head_size
+        num_kv_heads = params.num_kv_heads if source is None else 0
+        self._num_rotated = params.num_heads + num_kv_heads
         self.head_size = size
         self.query_size = params.num_heads * size
-        self.kv_size = params.num_kv_heads * size
+        self.kv_size = num_kv_heads * size
         self.rotated_size = self._num_rotated * size
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            qkv_columns(prefix, config, group),
+            qkv_columns(prefix, config, layer_index, group),
             place,
             has_bias=config.has_qkv_bias,
         )
         self._limit = config.qkv_limit
-        self._head_norm = _head_norm(prefix, config, params, place)
+        self._head_norm = _head_norm(prefix, config, params, place, has_keys=source is None)
+        self._norms_values = config.has_value_norm and source is None
         self._neighbors = _neighbor_order(config, params, device)
         self._sinks = None
         if config.has_sinks:
@@ -117,8 +123,13 @@ class DecoderSelfAttention(CompositeLayer):
         if config.quantization is not None and config.quantization.has_cache_scales:
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
+        owner = layer_index if source is None else source
+        self._is_source = any(heads.source == layer_index for heads in config.layer_heads)
         self.layer = Attention(
-            params, layer_index=layer_index, backend=place.backend, sinks=self._sinks
+            params,
+            layer_index=config.cached_layers.index(owner),
+            backend=place.backend,
+            sinks=self._sinks,
         )
         self.output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
@@ -150,13 +161,17 @@ class DecoderSelfAttention(CompositeLayer):
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
         # Queries and keys are adjacent, so that one call norms and one rotates both.
-        heads = qkv.narrow(1, 0, self.rotated_size).unflatten(
-            1, (self._num_rotated, self.head_size)
-        )
-        if self._head_norm is not None:
+        heads = qkv.unflatten(1, (-1, self.head_size))
+        rotated, values = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
+        if self._head_norm is not None and self._norms_values:
             heads = self._head_norm(heads)
-        values = qkv.narrow(1, self.rotated_size, self.kv_size).unflatten(1, (-1, self.head_size))
-        return attention.attend(self.layer, HeadInputs(heads, values, rotation))
+            rotated, values = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
+        elif self._head_norm is not None:
+            rotated = self._head_norm(rotated)
+        inputs = HeadInputs(
+            rotated, values if self.kv_size else None, rotation, is_source=self._is_source
+        )
+        return attention.attend(self.layer, inputs)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()
@@ -191,21 +206,30 @@ class DecoderSelfAttention(CompositeLayer):
         yield self.output
 
 
-def qkv_columns(prefix: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
+def qkv_columns(
+    prefix: str, config: ModelConfig, layer_index: int, group: ParallelGroup
+) -> list[Columns]:
     """Return the columns of this rank's heads: all queries, then all keys, then all values.
 
-    KV heads are replicated if there are more ranks than KV heads.
+    KV heads are replicated if there are more ranks than KV heads. A layer without keys and values
+    of its own has queries alone.
     """
     names = [f"{prefix}.{name}" for name in config.names.qkv]
     if config.names.is_qkv_by_head:
         (name,) = names
         return _columns_by_head(name, config, group)
-    size = config.head_size
-    query_size, kv_size = config.num_heads * size, config.num_kv_heads * size
-    first = group.rank * config.num_kv_heads // group.size * size
-    key_value = slice(first, first + max(1, config.num_kv_heads // group.size) * size)
-    query = part_of(query_size, group)
-    return columns_of(names, [(query_size, query), (kv_size, key_value), (kv_size, key_value)])
+    heads = config.heads_of(layer_index)
+    size, num_kv_heads = heads.head_size, heads.num_kv_heads
+    query_size, kv_size = config.num_heads * size, num_kv_heads * size
+    first = group.rank * num_kv_heads // group.size * size
+    key_value = slice(first, first + max(1, num_kv_heads // group.size) * size)
+    query = query_size, part_of(query_size, group)
+    if heads.source is not None:
+        return columns_of(names[:1], [query])
+    if heads.has_key_values:
+        # The columns of keys, twice: a kernel norms all heads, keys with a weight.
+        names[2] = names[1]
+    return columns_of(names, [query, (kv_size, key_value), (kv_size, key_value)])
 
 
 def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
@@ -221,9 +245,14 @@ def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> li
 
 
 def _head_norm(
-    prefix: str, config: ModelConfig, params: AttentionParams, place: Placement
+    prefix: str,
+    config: ModelConfig,
+    params: AttentionParams,
+    place: Placement,
+    *,
+    has_keys: bool,
 ) -> QKNorm | WholeQKNorm | None:
-    """Return the norm of queries and keys, or None."""
+    """Return the norm of queries and keys, or None. Without keys, it is that of queries."""
     if not config.has_qk_norm:
         return None
     query_name, key_name = config.names.qk_norms
@@ -238,13 +267,14 @@ def _head_norm(
             num_kv_heads=config.num_kv_heads,
         )
     return QKNorm(
-        names,
-        config.head_size,
+        names if has_keys else names[:1],
+        params.head_size,
         config.norm_eps,
         place,
         num_heads=params.num_heads,
         num_kv_heads=params.num_kv_heads,
         has_offset=config.norm_kind == "offset_rms",
+        norms_values=config.has_value_norm and has_keys,
     )
 
 
@@ -271,28 +301,54 @@ class HeadInputs:
 
     heads: torch.Tensor
     """Queries, then keys, `[num_tokens, num_heads + num_kv_heads, head_size]`; may change."""
-    value: torch.Tensor
-    """`[num_tokens, num_kv_heads, head_size]`."""
+    value: torch.Tensor | None
+    """`[num_tokens, num_kv_heads, head_size]`. None if the layer has no keys and values: `heads`
+    are queries, and read those of an earlier layer."""
     rotation: Rotation | None
     """Of queries and keys; None if they are rotated."""
+    is_source: bool = False
+    """Whether later layers read these keys and values."""
 
     def split(
         self, layer: Attention, *, is_rotated: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries and the keys, rotated or as they are."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the queries and the keys, if there are any, rotated or as they are."""
         heads = self.heads
         if is_rotated and self.rotation is not None:
             heads = self.rotation(heads)
+        if self.value is None:
+            return heads, None
         query, key = heads.split((layer.params.num_heads, layer.params.num_kv_heads), dim=1)
         return query, key
 
 
 class StepAttention(ABC):
-    """Computes the attention of every layer in one forward pass."""
+    """Computes the attention of every layer in one forward pass.
+
+    It keeps the keys and values that later layers read, as tokens of a prompt need those of the
+    step.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        """Keys and values by the index of their layer in the cache."""
 
     @abstractmethod
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
         """Return the layer's attention, `[num_tokens, num_heads * head_size]`."""
+
+    def split(
+        self, layer: Attention, inputs: HeadInputs, *, is_rotated: bool = True
+    ) -> AttentionInputs:
+        """Return queries, keys and values; those of an earlier layer are in the cache."""
+        query, key = inputs.split(layer, is_rotated=is_rotated)
+        value = inputs.value
+        if value is None:
+            key, value = self._sources[layer.layer_index]
+            return AttentionInputs(query, key, value, sinks=layer.sinks, is_cached=True)
+        if inputs.is_source:
+            self._sources[layer.layer_index] = key, value
+        return AttentionInputs(query, key, value, sinks=layer.sinks)
 
 
 class SelectedAttention(StepAttention):
@@ -300,6 +356,7 @@ class SelectedAttention(StepAttention):
 
     def __init__(self, indices: torch.Tensor) -> None:
         """`indices` are the tokens, `[num_selected]` int64 on their device."""
+        super().__init__()
         self.indices = indices
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
@@ -308,11 +365,16 @@ class SelectedAttention(StepAttention):
 
     @abstractmethod
     def attend_selected(
-        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of the selected tokens, `[num_selected, num_heads * head_size]`.
 
-        `query` has the selected tokens, `key` and `value` have all tokens; each is by head.
+        `query` has the selected tokens, `key` and `value` have all tokens; each is by head. Keys
+        and values are None if an earlier layer has written them to the cache.
         """
 
 
@@ -323,16 +385,19 @@ class CachedAttention(StepAttention):
     """
 
     def __init__(self, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> None:
+        super().__init__()
         self._kv_cache = kv_cache
         self._metadata = metadata
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
         index = layer.layer_index
         rotary = None if inputs.rotation is None else inputs.rotation.rotary
-        if not self._kv_cache.numel() or not self._metadata.rotates_layer(index):
+        is_new = inputs.value is not None and self._kv_cache.numel() > 0
+        if not is_new or not self._metadata.rotates_layer(index):
             rotary = None
-        query, key = inputs.split(layer, is_rotated=rotary is None)
-        out = query.new_empty(query.shape)
-        given = AttentionInputs(query, key, inputs.value, sinks=layer.sinks, rotary=rotary)
+        given = self.split(layer, inputs, is_rotated=rotary is None)
+        if rotary is not None:
+            given = replace(given, rotary=rotary)
+        out = given.query.new_empty(given.query.shape)
         self._metadata.attend(index, given, self._kv_cache, out)
         return out.flatten(1)

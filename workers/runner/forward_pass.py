@@ -162,9 +162,14 @@ class _SampledStep(SelectedAttention):
         self._write = write
 
     def attend_selected(
-        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
     ) -> torch.Tensor:
-        self._write(layer, key, value)
+        if key is not None and value is not None:
+            self._write(layer, key, value)
         out = query.new_empty(query.shape)
         if self._metadata is not None:
             inputs = AttentionInputs(query, key, value, sinks=layer.sinks, is_cached=True)

@@ -64,6 +64,7 @@ class PieceRecorder(StepAttention):
         write: Callable[[Attention, torch.Tensor, torch.Tensor], None],
     ) -> None:
         """`write` writes a layer's keys and values to the cache."""
+        super().__init__()
         self._pool = pool
         self._write = write
         self._graph = torch.cuda.CUDAGraph()
@@ -85,15 +86,19 @@ class PieceRecorder(StepAttention):
         return Recording(tuple(self._pieces), self._graph, unowned, _unowned(hidden))
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
-        query, key = inputs.split(layer)
-        self._write(layer, key, inputs.value)
+        given = self.split(layer, inputs)
+        key, value = given.key, given.value
+        assert key is not None
+        assert value is not None
+        if not given.is_cached:
+            self._write(layer, key, value)
         self._graph.capture_end()
         ended, self._graph = self._graph, torch.cuda.CUDAGraph()
         self._begin()
         # The pool has this memory, since it is allocated while the next graph is captured. All
         # that the attention reads is still in use and lies elsewhere.
-        attended = query.new_empty(query.shape)
-        query, key, value = (_unowned(tensor) for tensor in (query, key, inputs.value))
+        attended = given.query.new_empty(given.query.shape)
+        query, key, value = map(_unowned, (given.query, key, value))
         cached = AttentionInputs(query, key, value, sinks=layer.sinks, is_cached=True)
         self._pieces.append(Piece(ended, layer.layer_index, cached, _unowned(attended)))
         return attended.flatten(1)
@@ -230,9 +235,11 @@ class _WriteAlone(StepAttention):
     """Writes keys and values, and returns zeros instead of attention."""
 
     def __init__(self, write: Callable[[Attention, torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
         self._write = write
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
         query, key = inputs.split(layer)
-        self._write(layer, key, inputs.value)
+        if key is not None and inputs.value is not None:
+            self._write(layer, key, inputs.value)
         return query.new_zeros(query.shape).flatten(1)

@@ -11,7 +11,7 @@ from workers.parallel.group import SoloGroup
 def _rows(config: ModelConfig, rank: int, size: int) -> list[tuple[int, int]]:
     group = SoloGroup()
     group.rank, group.size = rank, size
-    columns = qkv_columns("layer", config, group)
+    columns = qkv_columns("layer", config, 0, group)
     assert len({(part.name, part.total) for part in columns}) == 1
     return [(part.part.start, part.part.stop) for part in columns]
 

@@ -13,8 +13,10 @@ from pagedray.model_config import Activation, Dtype, ExpertsConfig, ModelConfig,
 from workers.models.config_json.config_file import ConfigFile
 
 __all__ = [
+    "MAX_EXPERTS",
     "MAX_FACTOR",
     "MAX_HEADS",
+    "MAX_HEAD_SIZE",
     "MAX_LAYERS",
     "MAX_POSITIONS",
     "MAX_SIZE",

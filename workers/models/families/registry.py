@@ -18,6 +18,12 @@ from workers.models.config_json.sentence_modules import dense_modules
 from workers.models.families.alibi import BLOOM, MPT
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
+from workers.models.families.gemma4 import (
+    GEMMA4,
+    GEMMA4_MULTIMODAL,
+    GEMMA4_UNIFIED,
+    GEMMA4_UNIFIED_TEXT,
+)
 from workers.models.families.gpt_oss import GPT_OSS
 from workers.models.families.granite import (
     GRANITE,
@@ -56,7 +62,8 @@ _ALL = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GPT_OSS, GRANITE),
     *(GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL),
     *(MIXTRAL, MPT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS),
-    *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
+    *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL, GEMMA4),
+    *(GEMMA4_UNIFIED_TEXT, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -149,11 +156,12 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
     """Raise StartupError unless the model can be sharded over this many ranks."""
     if model.num_heads % num_ranks:
         raise _not_divisible("attention heads", model.num_heads, num_ranks)
-    if model.num_kv_heads % num_ranks and num_ranks % model.num_kv_heads:
-        raise StartupError(
-            f"{model.num_kv_heads} KV heads cannot be sharded over {num_ranks} ranks; one number "
-            "must be a multiple of the other."
-        )
+    for number in dict.fromkeys(model.heads_of(i).num_kv_heads for i in range(model.num_layers)):
+        if number % num_ranks and num_ranks % number:
+            raise StartupError(
+                f"{number} KV heads cannot be sharded over {num_ranks} ranks; one number must be a "
+                "multiple of the other."
+            )
     if model.experts is not None:
         _check_experts(model.experts, num_ranks)
     if model.has_dense_layers and model.intermediate_size % num_ranks:
@@ -310,11 +318,11 @@ def check_cuts(model: ModelConfig, num_ranks: int) -> None:
     if model.quantization is None:
         return
     names = model.names
-    layers = (
-        (names.attention_output, model.num_heads * model.head_size),
-        (names.mlp_output, model.intermediate_size),
-    )
     for index in range(model.num_layers):
+        layers = (
+            (names.attention_output, model.num_heads * model.heads_of(index).head_size),
+            (names.mlp_output, model.mlp_size(index)),
+        )
         for output, in_size in layers:
             name = f"{names.decoder_layer.format(index)}.{output}"
             format = model.quantization.format_of([name])
