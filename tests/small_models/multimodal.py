@@ -8,6 +8,8 @@ import transformers
 
 TEXT_TYPES = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen3_vl": ("qwen3_vl_text",),
@@ -23,9 +25,28 @@ _LLAVA_SHAPE = _SHAPE | {
 _QWEN_SHAPE = _SHAPE | {"depth": 1, "num_heads": 2}
 _VISION: dict[str, dict[str, Any]] = {
     "gemma3": _LLAVA_SHAPE,
+    "gemma4": _SHAPE
+    | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 16,
+    },
+    "gemma4_unified": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8},
     "mistral3": _LLAVA_SHAPE | {"model_type": "pixtral", "head_dim": 16},
     "qwen2_5_vl": _QWEN_SHAPE,
     "qwen3_vl": _QWEN_SHAPE | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}
+_AUDIO: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "output_proj_dims": 32,
+        "subsampling_conv_channels": [4, 4],
+    },
+    "gemma4_unified": {"audio_embed_dim": 32},
 }
 
 
@@ -36,9 +57,10 @@ def multimodal_config(
     vision = dict(_VISION[model_type])
     if model_type.startswith("qwen"):
         vision["out_hidden_size"] = text["hidden_size"]
-    return transformers.AutoConfig.for_model(
-        model_type, text_config=text, vision_config=vision, tie_word_embeddings=is_tied
-    )
+    sections = {"text_config": text, "vision_config": vision}
+    if model_type in _AUDIO:
+        sections["audio_config"] = _AUDIO[model_type]
+    return transformers.AutoConfig.for_model(model_type, **sections, tie_word_embeddings=is_tied)
 
 
 def transformers_class(folder: Path) -> Any:  # Any: transformers has no types

@@ -31,7 +31,10 @@ from workers.parallel.process_group import make_group
 
 # Biases, norms of queries and keys, LayerNorm and a plain MLP, fused projections.
 HALVED = ["llama-6-heads-2-kv-biases", "qwen3-biases-one-kv-head", "bloom-6-heads", "phi3-window"]
-WHOLE = ["cohere2-parallel", "gemma2-capped", "mixtral-window", "granite-multipliers"]
+WHOLE = [
+    *("cohere2-parallel", "gemma2-capped", "mixtral-window", "granite-multipliers"),
+    *("gemma4-shared-embeddings", "gemma4-experts-keys-as-values"),
+]
 
 
 class Watch:
