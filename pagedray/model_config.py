@@ -226,12 +226,12 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True)
 class TextTensors:
-    """Where the checkpoint of a multimodal model keeps the tensors of its text model."""
+    """Where a checkpoint keeps the tensors of its text model, and which others it has."""
 
     prefixes: tuple[tuple[str, str], ...]
     """Prefixes of stored names, each with its replacement in the names of `TensorNames`."""
     skipped: tuple[str, ...]
-    """Prefixes of the tensors of other modalities, which are not loaded."""
+    """Prefixes of tensors that are not loaded, such as those of other modalities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +291,7 @@ class ModelConfig:
     Transformers 5 saves stacks with `save_original_format=False`.
     """
     text_tensors: TextTensors | None = None
-    """How tensors of a multimodal checkpoint are stored; None is by `names`."""
+    """How tensors are stored; None is by `names`, without other tensors."""
     norm_kind: NormKind = "rms"
     norm_eps: float = 1e-6
     has_norm_bias: bool = False

@@ -154,7 +154,7 @@ MULTIMODAL_TYPES = {
     "Qwen2_5_VL": "qwen2_5_vl",
     "Qwen3VL": "qwen3_vl",
 }
-CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 
 
 def class_name(case: Case) -> str:

@@ -220,10 +220,51 @@ _MORE_CASES = (
         more={"rope_parameters": YARN},
     ),
 )
+_GEMMA4_CASES = (
+    Case(
+        name="gemma4-shared-embeddings",
+        family="Gemma4",
+        num_heads=4,
+        num_kv_heads=1,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 131,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    Case(
+        name="gemma4-experts",
+        family="Gemma4",
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "sliding_window": 11,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+)
 _DENSE_CASES = (*CASES, *_MORE_CASES)
-ALL_CASES = (*_DENSE_CASES, *MOE_CASES)
+ALL_CASES = (*_DENSE_CASES, *MOE_CASES, *_GEMMA4_CASES)
 SAMPLED_CASES = (
     *random.Random(16).sample(_DENSE_CASES, 4),
     *random.Random(15).sample(MOE_CASES, 1),
+    *_GEMMA4_CASES,
 )
 """Those that run each time; the others are slow tests."""

@@ -106,7 +106,7 @@ class Checkpoint:
         """Raise CheckpointError unless the folder has exactly these tensors, in their shapes.
 
         With `has_spare_head` it may also have an output head, which the model does not read.
-        Tensors of other modalities are skipped.
+        Tensors of other modalities, and others that the text part does not use, are skipped.
         """
         names = set()
         for shard in shards:
@@ -125,7 +125,7 @@ class Checkpoint:
                 )
             num_skipped += 1
         if num_skipped:
-            logger.info("Skipped %s in %s", pluralize(num_skipped, "vision tensor"), self._folder)
+            logger.info("Skipped %s in %s", pluralize(num_skipped, "unused tensor"), self._folder)
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""

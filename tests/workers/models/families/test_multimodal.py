@@ -26,7 +26,9 @@ MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config"
 QWEN2_5_VL = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": TEXT}
 QWEN3_VL = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": TEXT}
 BASES = [GEMMA3, MISTRAL3, QWEN2_5_VL, QWEN3_VL]
-LLAVA_MODULES = r"vision_tower|multi_modal_projector"
+OTHER_MODULES = (
+    r"vision_tower|multi_modal_projector|visual|audio_tower|embed_(vision|audio)|vision_embedder"
+)
 
 
 def plain(name: str) -> str:
@@ -70,6 +72,8 @@ def rename(folder: Path, layout: Callable[[str], str]) -> None:
         "qwen2_5_vl-mrope",
         "qwen3_vl-interleaved-mrope",
         "qwen3_vl-biases-tied",
+        "gemma4-with-vision-and-audio",
+        "gemma4_unified-with-vision",
     ],
 )
 def test_every_layout_is_loaded_without_the_vision_part(
@@ -82,12 +86,31 @@ def test_every_layout_is_loaded_without_the_vision_part(
     exact = reference_logits(tmp_path)
     rename(tmp_path, layout)
     stored = load_file(tmp_path / "model.safetensors")
-    num_vision = sum(bool(re.search(rf"{LLAVA_MODULES}|visual", key)) for key in stored)
+    num_others = sum(bool(re.search(OTHER_MODULES, key)) for key in stored)
     caplog.set_level(logging.INFO, "workers.weights.checkpoint")
     logits = run(loaded_model(tmp_path, SoloGroup()), SoloGroup())
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
-    assert num_vision > 5
-    assert f"Skipped {num_vision} vision tensors in {tmp_path}" in caplog.text
+    assert num_others > 5
+    assert f"Skipped {num_others} unused tensors in {tmp_path}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gemma4-with-vision-and-audio", "gemma4-shared-embeddings"])
+def test_keys_and_values_that_no_layer_of_gemma4_reads_are_skipped(
+    name: str, tmp_path: Path
+) -> None:
+    save_checkpoint(name, tmp_path)
+    exact = reference_logits(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    query = next(key for key in tensors if key.endswith("layers.3.self_attn.q_proj.weight"))
+    more = {query.replace("q_proj", f"{kind}_proj"): torch.ones(16, 24) for kind in "kv"}
+    more[query.replace("q_proj", "k_norm")] = torch.ones(8)
+    save_file(tensors | more, path)
+    logits = run(loaded_model(tmp_path, SoloGroup()), SoloGroup())
+    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
+    save_file(tensors | {query.replace("q_proj", "q"): torch.ones(8)}, path)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor \S+layers\.3\.self_attn\.q\."):
+        loaded_model(tmp_path, SoloGroup())
 
 
 @pytest.mark.parametrize(
