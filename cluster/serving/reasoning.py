@@ -30,6 +30,7 @@ __all__ = [
 ReasoningFormat = Literal[
     "deepseek_r1",
     "deepseek_v3",
+    "gemma4",
     "glm45",
     "granite",
     "mistral",
@@ -66,6 +67,7 @@ _THINK = _Marks("<think>", "</think>")
 _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "deepseek_r1": _Marks("<think>", "</think>", is_always_open=True),
     "deepseek_v3": _THINK,
+    "gemma4": _Marks("<|channel>thought", "<channel|>", special_texts=("<|channel>",)),
     "glm45": _THINK,
     "granite": _Marks("Here is my thought process:", "Here is my response:"),
     "mistral": _Marks("[THINK]", "[/THINK]"),
@@ -88,6 +90,7 @@ REASONING_FORMATS = tuple(sorted(_FORMATS))
 
 _DETECTED: tuple[ReasoningFormat, ...] = (
     "openai_gptoss",
+    "gemma4",
     "granite",
     "mistral",
     "seed_oss",

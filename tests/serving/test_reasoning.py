@@ -397,6 +397,7 @@ def test_text_is_held_back_only_while_it_may_be_a_mark() -> None:
         ("{{ '[THINK]' }}", "mistral"),
         ("after 'Here is my thought process:' and", "granite"),
         ("{{ '<seed:think>' }}", "seed_oss"),
+        ("{{ '<|channel>thought\\n<channel|>' }}", "gemma4"),
         ("{{ messages }}", "none"),
         ("", "none"),
     ],

@@ -150,11 +150,17 @@ CASES = (
 )
 MULTIMODAL_TYPES = {
     "Gemma3": "gemma3",
+    "Gemma4": "gemma4",
+    "Gemma4Unified": "gemma4_unified",
     "Mistral3": "mistral3",
     "Qwen2_5_VL": "qwen2_5_vl",
     "Qwen3VL": "qwen3_vl",
 }
-CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
+CONFIG_CLASSES = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Gemma4Unified": "Gemma4UnifiedTextConfig",
+}
 
 
 def class_name(case: Case) -> str:

@@ -260,8 +260,51 @@ _GEMMA4_CASES = (
         },
     ),
 )
+_MORE_GEMMA4_CASES = (
+    Case(
+        name="gemma4-text",
+        family="Gemma4",
+        num_heads=4,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={
+            "model_type": "gemma4_text",
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "sliding_window": 5,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 131,
+        },
+    ),
+    Case(
+        name="gemma4_unified",
+        family="Gemma4Unified",
+        num_heads=4,
+        num_kv_heads=1,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={"head_dim": 16, "global_head_dim": 16, "sliding_window": 16},
+    ),
+    Case(
+        name="gemma4_unified-text",
+        family="Gemma4Unified",
+        num_heads=4,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={
+            "model_type": "gemma4_unified_text",
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "sliding_window": 1,
+        },
+    ),
+)
 _DENSE_CASES = (*CASES, *_MORE_CASES)
-ALL_CASES = (*_DENSE_CASES, *MOE_CASES, *_GEMMA4_CASES)
+ALL_CASES = (*_DENSE_CASES, *MOE_CASES, *_GEMMA4_CASES, *_MORE_GEMMA4_CASES)
 SAMPLED_CASES = (
     *random.Random(16).sample(_DENSE_CASES, 4),
     *random.Random(15).sample(MOE_CASES, 1),

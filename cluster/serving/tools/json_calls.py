@@ -18,12 +18,15 @@ __all__ = [
     "DEEPSEEK_CALL_END",
     "DEEPSEEK_END",
     "DEEPSEEK_SEPARATOR",
+    "GEMMA_BEGIN",
+    "GEMMA_END",
     "HERMES_BEGIN",
     "HERMES_END",
     "LLAMA_BEGIN",
     "MISTRAL_BEGIN",
     "ChoiceReader",
     "DeepSeekReader",
+    "GemmaReader",
     "HermesReader",
     "ListReader",
     "LlamaReader",
@@ -33,6 +36,11 @@ __all__ = [
 
 HERMES_BEGIN = "<tool_call>"
 HERMES_END = "</tool_call>"
+GEMMA_BEGIN = "<|tool_call>"
+GEMMA_END = "<tool_call|>"
+_GEMMA_STRING = '<|"|>'
+_GEMMA_NAME = re.compile(r"\s*(?:call:\s*|(?!call:))([\w.\-]+)\s*")
+_MAX_GEMMA_HEAD_LENGTH = 256
 LLAMA_BEGIN = "<|python_tag|>"
 MISTRAL_BEGIN = "[TOOL_CALLS]"
 _MISTRAL_HEAD = re.compile(
@@ -441,6 +449,49 @@ class ToolCallObject(ObjectText):
             self.close()
             return 0
         return super()._skip()
+
+
+class GemmaReader(ArgumentsReader):
+    """`call:NAME{key:value}` between marks; keys have no quotes, and strings a mark around them."""
+
+    _marks = (GEMMA_END, GEMMA_BEGIN)
+    _string_mark = _GEMMA_STRING
+    _where: Literal["content", "name", "arguments"] = "content"
+    _is_open = False
+    """Whether the last mark of a call is missing."""
+
+    def _step(self, *, is_end: bool) -> bool:
+        match self._where:
+            case "content":
+                marks = (GEMMA_BEGIN, GEMMA_END) if self._is_open else (GEMMA_BEGIN,)
+                found = self._write_until(*marks, is_end=is_end)
+                self._is_open = self._is_open and not found
+                if found == GEMMA_BEGIN:
+                    self._head, self._where = found, "name"
+                return bool(found)
+            case "name":
+                return self._step_name(is_end=is_end)
+            case "arguments":
+                if not self._step_arguments(is_end=is_end):
+                    return False
+                self._where, self._is_open = "content", True
+                return bool(self._buffer)
+
+    def _step_name(self, *, is_end: bool) -> bool:
+        found = _GEMMA_NAME.match(self._buffer)
+        rest = "" if found is None else self._buffer[found.end() :]
+        if not rest and not is_end and len(self._buffer) < _MAX_GEMMA_HEAD_LENGTH:
+            return False
+        is_complete = rest[:1] in ("{", "<") if rest else is_end and not self._is_cut_off
+        is_short = found is not None and found.end() < _MAX_GEMMA_HEAD_LENGTH
+        if found is not None and is_short and is_complete and found[1] in self._tools:
+            self._take(found.end())
+            self._begin_call(found[1])
+            self._where = "arguments"
+            return True
+        self._where = "content"
+        self._write_head()
+        return bool(self._buffer)
 
 
 class DeepSeekReader(ArgumentsReader):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, TypeAlias
 
+from cluster.serving.text.text_stream import overlap
+
 __all__ = ["MAX_DEPTH", "ObjectText"]
 
 MAX_DEPTH = 100
@@ -69,13 +71,20 @@ class ObjectText:
     The text of a call is taken once it is complete.
     """
 
-    def __init__(self, *, marks: tuple[str, ...] = (), is_python: bool = False) -> None:
-        """A mark outside of strings ends the object."""
+    def __init__(
+        self, *, marks: tuple[str, ...] = (), is_python: bool = False, string_mark: str = ""
+    ) -> None:
+        """A mark outside of strings ends the object.
+
+        `string_mark` begins and ends strings without escapes, beside quotation marks. It begins as
+        no number and no key does.
+        """
         self.is_closed = False
         self.is_damaged = False
         """Whether the text is neither JSON nor Python literals, so that some of it was guessed."""
         self._marks = marks
         self._mark_starts = frozenset(mark[0] for mark in marks)
+        self._string_mark = string_mark
         self._is_python = is_python
         self._open: list[_Container] = []
         self._where: _Where = "value"
@@ -155,6 +164,10 @@ class ObjectText:
         character = text[at]
         if character in self._mark_starts and self._is_mark(text, at, is_end):
             return 0
+        if character == self._string_mark[:1] and self._open:
+            length = self._read_string_mark(text, at, is_end)
+            if length is not None:
+                return length
         if self._word:
             return self._read_word(text, at, is_end)
         if character.isspace():
@@ -343,7 +356,34 @@ class ObjectText:
         self._is_raw = False
         return len(self._quote)
 
+    def _read_string_mark(self, text: str, at: int, is_end: bool) -> int | None:
+        """Read the mark that begins a string; None if another text follows."""
+        mark = self._string_mark
+        if not text.startswith(mark, at):
+            return 0 if not is_end and mark.startswith(text[at:]) else None
+        if self._word:
+            self._end_word()
+        self._begin_entry()
+        self._write('"')
+        self._quote = mark
+        return len(mark)
+
+    def _read_marked_string(self, text: str, at: int, is_end: bool) -> int:
+        """Read text up to the mark that ends a string."""
+        place = text.find(self._quote, at)
+        if place == at:
+            self._end_string()
+            return len(self._string_mark)
+        num_held = 0
+        if place < 0:
+            num_held = 0 if is_end else overlap(text[at:], self._quote)
+            place = len(text) - num_held
+        self._write(json.dumps(text[at:place], ensure_ascii=False)[1:-1])
+        return place - at
+
     def _read_string(self, text: str, at: int, is_end: bool) -> int:
+        if self._quote == self._string_mark:
+            return self._read_marked_string(text, at, is_end)
         found = _PLAIN[self._quote[0]].match(text, at)
         if found is not None:
             self._write(found[0])

@@ -20,6 +20,8 @@ from cluster.serving.tools.json_calls import (
     DEEPSEEK_CALL_END,
     DEEPSEEK_END,
     DEEPSEEK_SEPARATOR,
+    GEMMA_BEGIN,
+    GEMMA_END,
     HERMES_BEGIN,
     HERMES_END,
     LLAMA_BEGIN,
@@ -102,6 +104,13 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
         closing=("", DEEPSEEK_END),
     ),
     "deepseek_v31": _DEEPSEEK,
+    # In JSON, which the model also writes, and the reader reads.
+    "gemma4": _Form(
+        mark=GEMMA_BEGIN,
+        begin=("call:{name}",),
+        end=(GEMMA_END,),
+        separator=(GEMMA_BEGIN,),
+    ),
     "hermes": _Form(
         mark=HERMES_BEGIN,
         opening=("", ""),

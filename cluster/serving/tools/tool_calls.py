@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from cluster.serving.tools.channel_reader import CHANNEL_MARK, ChannelReader
 from cluster.serving.tools.json_calls import (
     DEEPSEEK_BEGIN,
+    GEMMA_BEGIN,
+    GEMMA_END,
     HERMES_BEGIN,
     LLAMA_BEGIN,
     MISTRAL_BEGIN,
     DeepSeekReader,
+    GemmaReader,
     HermesReader,
     LlamaReader,
     MistralReader,
@@ -131,6 +134,7 @@ class PythonReader(TurnReader):
 ToolCallFormat = Literal[
     "deepseek_v3",
     "deepseek_v31",
+    "gemma4",
     "glm45",
     "hermes",
     "llama3_json",
@@ -144,6 +148,7 @@ ToolCallFormat = Literal[
 _READERS: Mapping[ToolCallFormat, type[TurnReader]] = {
     "deepseek_v3": DeepSeekReader,
     "deepseek_v31": DeepSeekReader,
+    "gemma4": GemmaReader,
     "glm45": GlmReader,
     "hermes": HermesReader,
     "llama3_json": LlamaReader,
@@ -157,6 +162,7 @@ _READERS: Mapping[ToolCallFormat, type[TurnReader]] = {
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = tuple(sorted(_READERS))
 _SHOWN_BY: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
     ("openai", (f"{CHANNEL_MARK}commentary",)),
+    ("gemma4", (GEMMA_BEGIN,)),
     ("mistral", (MISTRAL_BEGIN,)),
     ("deepseek_v3", (DEEPSEEK_BEGIN,)),
     ("qwen3_coder", (HERMES_BEGIN, "<function=")),
@@ -176,6 +182,7 @@ _TAGGED = CallForm(
 _FORMS: Mapping[ToolCallFormat, CallForm] = {
     "deepseek_v3": CallForm(mark=DEEPSEEK_BEGIN, opening="[", separator=", ", closing="]"),
     "deepseek_v31": CallForm(mark=DEEPSEEK_BEGIN, opening="[", separator=", ", closing="]"),
+    "gemma4": CallForm(mark=GEMMA_BEGIN, separator=f"{GEMMA_END}{GEMMA_BEGIN}", closing=GEMMA_END),
     "llama3_json": CallForm(mark=LLAMA_BEGIN, separator="; ", arguments="parameters"),
     "mistral": CallForm(mark=MISTRAL_BEGIN, opening="[", separator=", ", closing="]"),
 }

@@ -208,6 +208,8 @@ class ArgumentsReader(TurnReader):
 
     _marks: ClassVar[tuple[str, ...]] = ()
     """The marks that end arguments."""
+    _string_mark: ClassVar[str] = ""
+    """A mark around strings."""
     _arguments: ObjectText | None = None
     """The arguments that are being read."""
 
@@ -225,7 +227,7 @@ class ArgumentsReader(TurnReader):
                     self._write_arguments("{}")
                 return True
             self._buffer = begun
-            self._arguments = ObjectText(marks=self._marks)
+            self._arguments = ObjectText(marks=self._marks, string_mark=self._string_mark)
         found = self._arguments
         is_last = is_end and not self._is_cut_off
         self._take(found.read_object(self._buffer, is_end=is_last))

@@ -62,6 +62,11 @@ def glm(**values: str) -> str:
     return f"<tool_call>look\n{arguments}</tool_call>"
 
 
+def gemma(arguments: str, name: str = "look") -> str:
+    """Return a call as Gemma writes it, with `#` as the mark of strings."""
+    return f"<|tool_call>call:{name}{arguments}<tool_call|>".replace("#", '<|"|>')
+
+
 def channel(arguments: str, name: str = "look") -> str:
     return (
         f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json"
@@ -82,6 +87,7 @@ def in_json(arguments: str) -> Iterator[tuple[ToolCallFormat, str]]:
     fenced = f"look\n```json\n{arguments}\n```"
     yield "deepseek_v3", f"[calls_begin][call_begin]function[sep]{fenced}[call_end][calls_end]"
     yield "openai", channel(arguments)
+    yield "gemma4", f"<|tool_call>call:look{arguments}<tool_call|>"
 
 
 JSON_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
@@ -259,6 +265,21 @@ TURNS: list[tuple[ToolCallFormat, str, str, Calls]] = [
     ("openai", channel('{"where": "a"').removesuffix("<|call|>") + channel("{}", "now"), "", BOTH),
     ("openai", channel('{"where": "a"} so'), "so", LOOKED),
     ("openai", channel("so"), "so", []),
+    ("gemma4", gemma("{where:#a#}").removesuffix("<tool_call|>"), "", LOOKED),
+    ("gemma4", gemma("{where:#a#}").removesuffix("}<tool_call|>"), "", LOOKED),
+    ("gemma4", gemma("{where:#a").removesuffix("<tool_call|>"), "", LOOKED),
+    ("gemma4", gemma("{where:#a#") + gemma("{}", "now"), "", BOTH),
+    ("gemma4", gemma("{where:#a#}").replace("<tool_call|>", "<|tool_call>call:now"), "", BOTH),
+    ("gemma4", gemma("{where:#a#}").replace("call:", " call: "), "", LOOKED),
+    ("gemma4", gemma("{where:#a#}").replace("call:", ""), "", LOOKED),
+    ("gemma4", gemma("{#where#:#a#,}"), "", LOOKED),
+    ("gemma4", gemma("{where:a}"), "", LOOKED),
+    ("gemma4", gemma("{tags:[#x#,#y#],count:5,}"), "",
+     [("look", {"tags": ["x", "y"], "count": 5})]),
+    ("gemma4", gemma("{where:#a\n<|b <|tool_call>#}"), "",
+     [("look", {"where": "a\n<|b <|tool_call>"})]),
+    ("gemma4", gemma("{}", "nowhere"), gemma("{}", "nowhere"), []),
+    ("gemma4", "Write <|tool_call> or <|tool", "Write <|tool_call> or <|tool", []),
     ("pythonic", "[look(where='a')]\n[now()]", "", BOTH),
     ("pythonic", "[look(where='a') now()]", "", BOTH),
     ("pythonic", "[look(where='a'), now(", "", BOTH),
@@ -481,6 +502,7 @@ NOISE = (
     *("\\ud83d", "\\ude00", "\\u12", "\\x4", "null", "None", "True", "NaN", "1e999", "-", "\u2028"),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<function=now>"),
     *("<parameter=where>", "</parameter>", "</function>", "<arg_key>", "</arg_value>", "<", ">"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "call:now{", "call:"),
     *("<|call|>", "<|end|>", "<|start|>", "<|message|>", " to=functions.now", "{}{", "look", "now"),
     *map(deepseek, ("[calls_begin]", "[call_begin]", "[call_end]", "[sep]")),
 )

@@ -35,6 +35,7 @@ TEMPLATE = (
 )
 SHOWN = {
     "deepseek_v3": deepseek("[calls_begin]"),
+    "gemma4": "<|tool_call>",
     "glm45": "<tool_call> <arg_key>",
     "hermes": "<tool_call>",
     "llama3_json": "<|python_tag|>",

@@ -178,6 +178,46 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         "",
         [("look", '{"where": "he')],
     ),
+    "gemma4": (
+        "gemma4",
+        'I look.<|tool_call>call:look{deep:true,where:<|"|>a "b" \\n {<|"|>}<tool_call|>'
+        '<|tool_call>call:add{x:-1.5,y:[1,{k:null,l:<|"|>}]<|"|>}],z:{}}<tool_call|>',
+        "I look.",
+        [
+            ("look", '{"deep":true,"where":"a \\"b\\" \\\\n {"}'),
+            ("add", '{"x":-1.5,"y":[1,{"k":null,"l":"}]"}],"z":{}}'),
+        ],
+    ),
+    "gemma4, no arguments": (
+        "gemma4",
+        "<|tool_call>call:look{}<tool_call|><|tool_call>call:add<tool_call|> Then.",
+        "Then.",
+        [("look", "{}"), ("add", "{}")],
+    ),
+    "gemma4, line feeds": (
+        "gemma4",
+        '<|tool_call>call:look{where:<|"|>a\n\t<|b <<|"|>}<tool_call|>',
+        "",
+        [("look", '{"where":"a\\n\\t<|b <"}')],
+    ),
+    "gemma4, JSON": (
+        "gemma4",
+        '<|tool_call>call:look{"where": "a<|\\"b"}<tool_call|>',
+        "",
+        [("look", '{"where": "a<|\\"b"}')],
+    ),
+    "gemma4, unknown tool": (
+        "gemma4",
+        "<|tool_call>call:drop{}<tool_call|>",
+        "<|tool_call>call:drop{}<tool_call|>",
+        [],
+    ),
+    "gemma4, cut off": (
+        "gemma4",
+        '<|tool_call>call:look{where:<|"|>he',
+        "",
+        [("look", '{"where":"he')],
+    ),
     "glm45": (
         "glm45",
         "\n<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>a <b>\n</arg_value>\n"
@@ -303,6 +343,7 @@ FOUR_CALLS: dict[ToolCallFormat, str] = {
     "hermes": f"<tool_call>{OBJECT}</tool_call>" * 4,
     "llama3_json": ";".join([OBJECT] * 4),
     "mistral": f"[TOOL_CALLS][{','.join([OBJECT] * 4)}]",
+    "gemma4": "<|tool_call>call:add{x:1}<tool_call|>" * 4,
     "pythonic": "[add(x=1), add(x=1), add(x=1), add(x=1)]",
     "deepseek_v31": f"[calls_begin]{CALL * 4}[calls_end]",
 }
@@ -351,6 +392,7 @@ def test_long_object_that_names_no_tool_is_content() -> None:
         ),
         ("{% if tools %}<|python_tag|>{% endif %}", "llama3_json"),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
+        ("{% if tools %}<|tool_call>call:{% endif %}", "gemma4"),
         ("{% if tools %}call them{% endif %}", None),
         ("<tool_call>", None),
         ("", None),

@@ -123,6 +123,21 @@ def test_any_split_reads_as_the_whole(
     )
 
 
+def test_turn_of_gemma4_is_read_however_it_is_cut() -> None:
+    call = '<|tool_call>call:look{where:<|"|>a {"}<|"|>,deep:true}<tool_call|>'
+    text = f"<|channel>thought\nI {call}.\n<channel|>So {call}{call.replace('look', 'add')}"
+    use = ToolUse(TOOLS, ToolChoice(), tool_format="gemma4")
+    reasoning = Reasoning(begin="<|channel>thought", end="<channel|>")
+    arguments = '{"where":"a {\\"}","deep":true}'
+    num_reasoning = text.index("<channel|>") + len("<channel|>")
+    expected = (f"I {call}.", "So", [["look", arguments], ["add", arguments]], num_reasoning)
+    for end in range(len(text) + 1):
+        turns = Turns(use, reasoning, CharacterTokens())  # type: ignore[arg-type]  # its only method
+        assert read(turns, [text[:end], text[end:]]) == expected
+    turns = Turns(use, reasoning, CharacterTokens())  # type: ignore[arg-type]  # its only method
+    assert read(turns, list(text)) == expected
+
+
 def test_reasoning_precedes_a_call_and_may_mention_one() -> None:
     call = '<tool_call>{"name": "look", "arguments": {"where": "a"}}</tool_call>'
     text = f"<think>\nI {call}\n</think>\n\nSo {call}"

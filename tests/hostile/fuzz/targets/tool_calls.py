@@ -76,6 +76,7 @@ _GLM_CALL = (
     b"<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>a <b></arg_value>\n"
     b"<arg_key>deep</arg_key><arg_value>false</arg_value>\n</tool_call>"
 )
+_GEMMA_CALL = b'<|tool_call>call:look{where:<|"|>a <b><|"|>,y:[1,{k:null}]}<tool_call|>'
 _DEEPSEEK_CALL = (
     _DEEPSEEK["call\u2581begin"]
     + b"function"
@@ -102,6 +103,7 @@ TOOL_CALLS = Target(
         _seed("mistral", 1, b"[TOOL_CALLS]look[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]add{}"),
         _seed("qwen3_coder", 3, b"I look. " + _QWEN_CALL + b"\n" + _QWEN_CALL + b" done"),
         _seed("glm45", 3, b"\n" + _GLM_CALL + b"\n" + _GLM_CALL),
+        _seed("gemma4", 2, b"I look." + _GEMMA_CALL + _GEMMA_CALL),
         _seed("pythonic", 2, b'[look(where="a, ) \\" b", deep=True), add(y=[1, {"k": None}])]'),
         _seed(
             "deepseek_v3",
@@ -130,6 +132,7 @@ TOOL_CALLS = Target(
         *(b"<tool_call>", b"</tool_call>", b"<|python_tag|>", b"[TOOL_CALLS]", b"[ARGS]"),
         *(b'"name"', b'"arguments"', b'"parameters"', b'"look"', b'"add"', b"[CALL_ID]", b'\\"'),
         *(b"<function=look>", b"</function>", b"<parameter=where>", b"</parameter>", b"look"),
+        *(b"<|tool_call>", b"<tool_call|>", b'<|"|>', b"call:look{"),
         *(b"<arg_key>", b"</arg_key>", b"<arg_value>", b"</arg_value>", b"[look(", b"x=1", b")]"),
         *(b"<|channel|>", b"<|message|>", b"<|start|>", b"<|end|>", b"<|call|>", b"<|return|>"),
         *(b"analysis", b"commentary", b"final", b" to=functions.look", b"<|constrain|>json"),
@@ -143,6 +146,7 @@ _MARKS = (
     ("<think>", "</think>"),
     ("Here is my thought process:", "Here is my response:"),
     ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
 )
 
 
