@@ -197,7 +197,7 @@ class ExpertsConfig:
     """
     gate: ClampedGate | None = None
     """How gate and up projection are combined; None is `activation(gate) * up`."""
-    activation: Activation = "silu"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     """The activation of gates without a `gate`."""
     has_bias: bool = False
     """Whether the router and the projections of experts have biases."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -160,7 +160,14 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
     """`[num_experts, hidden_size]`."""
     clamp: tuple[float, float] | None = None
-    """The alpha and the limit of a `ClampedGate`; None for a SiLU gate."""
+    """The alpha and the limit of a `ClampedGate`, or None."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """The activation of other gates."""
+
+    @property
+    def gate(self) -> Literal["silu", "gelu_tanh", "clamped"]:
+        """The kind of gate."""
+        return self.activation if self.clamp is None else "clamped"
 
     @property
     def num_experts(self) -> int:

@@ -156,6 +156,7 @@ class StackedExperts(ExpertProduct):
 
         self._first_expert = part.experts.start
         self._gate = part.config.gate
+        self._activation = part.config.activation
         self._gate_up_bias = biases(part.gate_up_shape) if part.config.has_bias else None
         self._down_bias = biases(part.down_shape) if part.has_output_bias else None
         self._stored: ExpertWeights | None = None
@@ -202,6 +203,7 @@ class StackedExperts(ExpertProduct):
             gate_up_bias=self._gate_up_bias,
             down_bias=self._down_bias,
             clamp=None if self._gate is None else (self._gate.alpha, self._gate.limit),
+            activation=self._activation,
         )
 
 

@@ -39,6 +39,7 @@ GPT_OSS = TensorNames(
     is_expert_input_interleaved=True,
     are_experts_transposed=True,
 )
+GELU = replace(EXPERTS, activation="gelu_tanh")
 CLAMPED = replace(EXPERTS, has_bias=True, gate=ClampedGate(alpha=1.3, limit=0.8))
 
 
@@ -189,7 +190,7 @@ def test_a_rank_reads_only_its_experts() -> None:
     assert {shard.name for shard in shards} == {shard.name for shard in whole}
 
 
-@pytest.mark.parametrize("config", [EXPERTS, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("config", [EXPERTS, CLAMPED, GELU], ids=["silu", "clamped", "gelu"])
 @pytest.mark.parametrize("num_rows", [3, 60])
 @torch.inference_mode()
 def test_grouped_experts_compute_what_single_ones_do(num_rows: int, config: ExpertsConfig) -> None:

@@ -59,7 +59,7 @@ _UNUSED = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 _MODULES = ("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _MULTIMODAL_FIELDS = (
     *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
-    *("video_config",),
+    *("vision_soft_tokens_per_image",),
 )
 
 
@@ -266,7 +266,7 @@ def _with_experts(config: ModelConfig, file: ConfigFile) -> ModelConfig:
         num_chosen=file.integer("top_k_experts", most=num_experts),
         intermediate_size=file.integer("moe_intermediate_size", most=MAX_SIZE),
         is_renormalized=True,
-        activation=config.activation,
+        activation="gelu_tanh",
     )
     return replace(config, names=_EXPERT_NAMES, experts=experts)
 

@@ -111,7 +111,7 @@ def expert_sums(
         num_chosen,
         row_size=gate_up_row,
         has_bias=stored.gate_up_bias is not None,
-        is_clamped=stored.clamp is not None,
+        activation=stored.gate,
         alpha=alpha,
         limit=limit,
         **tiling,

@@ -86,7 +86,7 @@ def _gate_up_rows(
     x_stride: tl.tensor,
     num_chosen: tl.constexpr,
     has_bias: tl.constexpr,
-    is_clamped: tl.constexpr,
+    activation: tl.constexpr,
     alpha: tl.constexpr,
     limit: tl.constexpr,
     hidden_size: tl.constexpr,
@@ -159,7 +159,7 @@ def _gate_up_rows(
         up += tl.load(biases + inner_size + read).to(tl.float32)
     tl.store(
         out,
-        gated(gate, up, is_clamped, alpha, limit).to(inner.dtype.element_ty),
+        gated(gate, up, activation, alpha, limit).to(inner.dtype.element_ty),
         mask=columns < inner_size,
     )
 
@@ -275,7 +275,7 @@ def row_expert_sums(
         stored.first_expert,
         x.stride(0),
         has_bias=stored.gate_up_bias is not None,
-        is_clamped=stored.clamp is not None,
+        activation=stored.gate,
         alpha=alpha,
         limit=limit,
         row_size=gate_up.shape[2],

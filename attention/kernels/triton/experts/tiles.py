@@ -97,7 +97,7 @@ def tile_gate_up(
     x_stride: tl.tensor,
     num_chosen: tl.tensor,
     has_bias: tl.constexpr,
-    is_clamped: tl.constexpr,
+    activation: tl.constexpr,
     alpha: tl.constexpr,
     limit: tl.constexpr,
     hidden_size: tl.constexpr,
@@ -187,7 +187,7 @@ def tile_gate_up(
         up += tl.load(biases + inner_size, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(
         inner + ours[:, None] * inner_size + columns[None, :],
-        gated(gate, up, is_clamped, alpha, limit).to(inner.dtype.element_ty),
+        gated(gate, up, activation, alpha, limit).to(inner.dtype.element_ty),
         mask=is_pair[:, None] & is_column[None, :],
     )
 
@@ -433,15 +433,19 @@ def add_product(
 def gated(
     gate: tl.tensor,
     up: tl.tensor,
-    is_clamped: tl.constexpr,
+    activation: tl.constexpr,
     alpha: tl.constexpr,
     limit: tl.constexpr,
 ) -> tl.tensor:
-    """Return `silu(gate) * up`, or with `is_clamped` the `ClampedGate`; all float32."""
-    if is_clamped:
+    """Return `activation(gate) * up`, or if that is `clamped` the `ClampedGate`; all float32."""
+    if activation == "clamped":
         # Unlike minimum and maximum, these comparisons propagate NaN.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    elif activation == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u.
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-2.0 * inner)) * up
     else:
         return gate / (1.0 + tl.exp(-gate)) * up
