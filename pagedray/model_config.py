@@ -387,6 +387,8 @@ class ModelConfig:
 
     def cache_scale_names(self, layer_index: int) -> tuple[str, str]:
         """Return the names of the tensors of a layer's `cache_scales`, if there are any."""
+        source = self.heads_of(layer_index).source
+        layer_index = layer_index if source is None else source
         attention, _, _ = self.names.attention_output.rpartition(".")
         prefix = f"{self.names.decoder_layer.format(layer_index)}.{attention}"
         return f"{prefix}.k_scale", f"{prefix}.v_scale"

@@ -120,7 +120,8 @@ class DecoderSelfAttention(CompositeLayer):
             self._sinks = torch.empty(params.num_heads, dtype=torch.float32, device=device)
         self._sinks_name = f"{prefix}.{config.names.sinks}"
         self._scale_names: tuple[str, ...] = ()
-        if config.quantization is not None and config.quantization.has_cache_scales:
+        has_scales = config.quantization is not None and config.quantization.has_cache_scales
+        if has_scales and source is None:
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
         owner = layer_index if source is None else source

@@ -55,7 +55,7 @@ _EXPERT_NAMES = replace(
 )
 _EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 # Published layers that read the keys and values of another layer have weights for their own.
-_UNUSED = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+_UNUSED = ("k_proj.", "v_proj.", "k_norm.", "v_norm.", "k_scale", "v_scale")
 _MODULES = ("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _MULTIMODAL_FIELDS = (
     *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
