@@ -447,6 +447,16 @@ class ModelConfig:
         layers = range(self.num_layers)
         return tuple(layer for layer in layers if self.heads_of(layer).source is None)
 
+    @property
+    def cache_indices(self) -> tuple[int, ...]:
+        """The index in `cached_layers` of the layer whose keys and values each layer reads."""
+        cached = self.cached_layers
+        sources = [self.heads_of(layer).source for layer in range(self.num_layers)]
+        return tuple(
+            cached.index(layer if source is None else source)
+            for layer, source in enumerate(sources)
+        )
+
     def mlp_size(self, layer: int) -> int:
         """Return the columns of the MLP of `layer`."""
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size

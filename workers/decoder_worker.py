@@ -49,7 +49,7 @@ from workers.weights.load_weights import load_weights, with_stored_experts, with
 from workers.worker import Worker, release_gpu_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from attention.abstract import AttentionSpec
     from pagedray.batch import StepPlan
@@ -394,17 +394,20 @@ def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:
     return RankRoofline(
         weights=body,
         sampled=sampled,
-        attention=attention_work(spec),
+        attention=attention_work(spec, model.config.cache_indices),
         experts=None if experts is None else ExpertChoice(experts.num_experts, experts.num_chosen),
         speed=speed,
     )
 
 
-def attention_work(spec: AttentionSpec) -> tuple[AttentionWork, ...]:
-    """Return the costs of attention in the layers of each window."""
+def attention_work(spec: AttentionSpec, cache_indices: Iterable[int]) -> tuple[AttentionWork, ...]:
+    """Return the costs of attention in the layers of each window.
+
+    `cache_indices` has the entry of the spec that each layer of the model reads.
+    """
     token_bytes: dict[int | None, int] = defaultdict(int)
     pair_flop: dict[int | None, float] = defaultdict(float)
-    for layer in spec.layers:
+    for layer in (spec.layers[index] for index in cache_indices):
         window = layer.sliding_window
         # Keys and values; and the scores of a query and the sum of the values.
         token_bytes[window] += 2 * layer.num_kv_heads * layer.head_size * spec.cache_dtype.itemsize

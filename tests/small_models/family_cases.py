@@ -220,7 +220,7 @@ _MORE_CASES = (
         more={"rope_parameters": YARN},
     ),
 )
-_GEMMA4_CASES = (
+GEMMA4_CASES = (
     Case(
         name="gemma4-shared-embeddings",
         family="Gemma4",
@@ -305,10 +305,10 @@ _MORE_GEMMA4_CASES = (
     ),
 )
 _DENSE_CASES = (*CASES, *_MORE_CASES)
-ALL_CASES = (*_DENSE_CASES, *MOE_CASES, *_GEMMA4_CASES, *_MORE_GEMMA4_CASES)
+ALL_CASES = (*_DENSE_CASES, *MOE_CASES, *GEMMA4_CASES, *_MORE_GEMMA4_CASES)
 SAMPLED_CASES = (
     *random.Random(16).sample(_DENSE_CASES, 4),
     *random.Random(15).sample(MOE_CASES, 1),
-    *_GEMMA4_CASES,
+    *GEMMA4_CASES,
 )
 """Those that run each time; the others are slow tests."""

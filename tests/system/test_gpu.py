@@ -31,7 +31,7 @@ from tests.greedy import (
     truth_of,
 )
 from tests.small_models.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
-from tests.small_models.family_cases import MOE_CASES
+from tests.small_models.family_cases import GEMMA4_CASES, MOE_CASES
 from tests.system.engines import serving_processes
 from tests.workers.models.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
 from workers.decoder_worker import DecoderWorker
@@ -59,6 +59,7 @@ LLAMA_3_8B = {
 GPU_CASES = (
     *CASES,
     *(case for case in MOE_CASES if case.name in ("qwen3-moe", "gpt-oss-windows")),
+    *GEMMA4_CASES,
 )
 
 

@@ -186,13 +186,22 @@ def test_attention_reads_what_the_cache_has_of_a_token(tmp_path: Path) -> None:
     save_checkpoint("gemma2-capped", tmp_path)
     model = loaded_model(tmp_path, SoloGroup())
     spec = attention_spec(model.config, SoloGroup(), block_size=BLOCK_SIZE, device=CPU)
-    found = {work.window: work for work in attention_work(spec)}
+    found = {work.window: work for work in attention_work(spec, model.config.cache_indices)}
     assert set(found) == {layer.sliding_window for layer in spec.layers}
     assert len(found) == 2
     assert sum(one.token_bytes for one in found.values()) * BLOCK_SIZE == block_bytes(spec)
     heads = model.config.num_heads * model.config.head_size
     # Multiplication and addition, of a query with a key and of a weight with a value.
     assert sum(one.pair_flop for one in found.values()) == 2 * 2 * heads * len(spec.layers)
+
+
+def test_layers_that_read_an_earlier_layer_read_as_much(tmp_path: Path) -> None:
+    save_checkpoint("gemma4-shared-embeddings", tmp_path)
+    config = loaded_model(tmp_path, SoloGroup()).config
+    spec = attention_spec(config, SoloGroup(), block_size=BLOCK_SIZE, device=CPU)
+    assert config.cache_indices == (0, 1, 2, 2, 1, 1)
+    found = {one.window: one.token_bytes for one in attention_work(spec, config.cache_indices)}
+    assert found == dict.fromkeys((None, 17), block_bytes(spec) / BLOCK_SIZE)
 
 
 def test_this_device_is_measured(tmp_path: Path) -> None:

@@ -124,11 +124,10 @@ class DecoderSelfAttention(CompositeLayer):
         if has_scales and source is None:
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
-        owner = layer_index if source is None else source
         self._is_source = any(heads.source == layer_index for heads in config.layer_heads)
         self.layer = Attention(
             params,
-            layer_index=config.cached_layers.index(owner),
+            layer_index=config.cache_indices[layer_index],
             backend=place.backend,
             sinks=self._sinks,
         )
