@@ -134,8 +134,13 @@ class Selecting(SelectedAttention):
         self._attention = attention
 
     def attend_selected(
-        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
     ) -> torch.Tensor:
+        assert key is not None
         queries = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, self.indices, query)
         inputs = HeadInputs(torch.cat((queries, key), dim=1), value, None)
         return self._attention.attend(layer, inputs)[self.indices]
