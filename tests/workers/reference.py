@@ -120,6 +120,12 @@ def loaded_model(
     return model
 
 
+def has_one_shape(model: Decoder) -> bool:
+    """Return whether all layers can share a cache."""
+    heads = (model.config.heads_of(layer) for layer in model.config.cached_layers)
+    return len({(one.num_kv_heads, one.head_size) for one in heads}) == 1
+
+
 @torch.inference_mode()
 def run(
     model: Decoder,
@@ -131,7 +137,6 @@ def run(
     config = model.config
     spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=CPU)
     builder = TorchSDPABackend.make_metadata_builder(spec)
-    shapes = {(layer.num_kv_heads, layer.head_size) for layer in spec.layers}
     cache = torch.zeros(
         TorchSDPABackend.get_kv_cache_shape(
             num_blocks=9,
@@ -142,7 +147,7 @@ def run(
         ),
         dtype=storage_dtype(spec.cache_dtype),
     )
-    if len(shapes) > 1:
+    if not has_one_shape(model):
         assert len(steps) == 1
         # A whole prompt needs no cache, which has one shape.
         cache = torch.empty(0)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention.abstract import AttentionSpec
 from pagedray.errors import CheckpointError
 from tests.workers.models.families.config_json import SHAPE, read_config
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import (
     CPU,
     NUM_TOKENS,
+    has_one_shape,
     loaded_model,
     reference_logits,
     run,
@@ -72,15 +72,11 @@ def random_case(chance: random.Random) -> dict[str, Any]:
     return case
 
 
-def has_one_shape(spec: AttentionSpec) -> bool:
-    return len({(layer.num_kv_heads, layer.head_size) for layer in spec.layers}) == 1
-
-
 def compare(folder: Path, expected: torch.Tensor, group: ParallelGroup, *, fuses: bool) -> None:
     """Compare the logits of a whole prompt, and of its end after chunks."""
     model = loaded_model(folder, group, fuses=fuses)
     torch.testing.assert_close(run(model, group), expected, rtol=1e-4, atol=1e-4)
-    if has_one_shape(attention_spec(model.config, group, block_size=4, device=CPU)):
+    if has_one_shape(model):
         last = run(model, group, (7, 4, NUM_TOKENS - 13, 1, 1))
         torch.testing.assert_close(last, expected[-1:], rtol=1e-4, atol=1e-4)
 
