@@ -140,7 +140,7 @@ def run(
     cache = torch.zeros(
         TorchSDPABackend.get_kv_cache_shape(
             num_blocks=9,
-            num_layers=spec.num_cache_layers,
+            num_layers=len(spec.layers),
             block_size=BLOCK_SIZE,
             num_kv_heads=spec.layers[0].num_kv_heads,
             head_size=spec.layers[0].head_size,

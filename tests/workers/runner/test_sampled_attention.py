@@ -49,7 +49,7 @@ class Rank:
         self.builder = SharedBackend.make_metadata_builder(spec)
         shape = SharedBackend.get_kv_cache_shape(
             num_blocks=NUM_SEQUENCES * BLOCKS_PER_SEQUENCE,
-            num_layers=spec.num_cache_layers,
+            num_layers=len(spec.layers),
             block_size=BLOCK_SIZE,
             num_kv_heads=spec.layers[0].num_kv_heads,
             head_size=config.head_size,
