@@ -119,11 +119,20 @@ def test_layers_read_the_last_layer_of_their_kind(tmp_path: Path) -> None:
         ({"global_head_dim": 7}, "global_head_dim must be even"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling is not a field"),
         (
-            {"rope_parameters": {FULL: {"rope_type": "yarn"}}},
+            {"rope_parameters": {FULL: {"rope_type": "yarn", "rope_theta": 5.0}}},
             "rope_parameters.full_attention.rope_type must be one of",
         ),
         (
-            {"rope_parameters": {FULL: {"rope_type": "default", "magnitude": 2.0}}},
+            {"rope_parameters": {FULL: {"rope_type": "default"}}},
+            "rope_parameters.full_attention.rope_theta is missing",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    FULL: {"rope_theta": 5.0, "magnitude": 2.0},
+                    WINDOW: {"rope_theta": 5.0},
+                }
+            },
             "rope_parameters.full_attention.magnitude is not a field",
         ),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters.rope_theta is not allowed"),

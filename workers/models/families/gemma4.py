@@ -98,7 +98,7 @@ def _read_text(file: ConfigFile, architecture: str, kind: _Class) -> ModelConfig
         has_qk_norm=True,
         has_value_norm=True,
         rope=_rope(file, _FULL, heads[-1].head_size),
-        window_rope=_rope(file, _WINDOW, config.head_size),
+        window_rope=_rope(file, _WINDOW, config.head_size) if any(windows) else None,
         sliding_windows=windows,
         layer_heads=heads,
         mlp_sizes=_mlp_sizes(file, config, heads),
@@ -230,7 +230,7 @@ def _rope(file: ConfigFile, kind: str, head_size: int) -> RopeConfig:
             raise sections.rejection(key, f"is not allowed; use {_FULL} and {_WINDOW}")
     section = sections.section(kind)
     section.note_read("type", "partial_rotary_factor")
-    theta = section.number("rope_theta", 10000.0, most=MAX_THETA)
+    theta = section.number("rope_theta", most=MAX_THETA)
     if section.choice("rope_type", ("default", "proportional"), "default") == "default":
         section.note_read("factor")
         return RopeConfig(theta=theta)
