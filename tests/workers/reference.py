@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,6 @@ def loaded_model(
     return model
 
 
-def has_one_shape(model: Decoder) -> bool:
-    """Return whether all layers can share a cache."""
-    heads = (model.config.heads_of(layer) for layer in model.config.cached_layers)
-    return len({(one.num_kv_heads, one.head_size) for one in heads}) == 1
-
-
 @torch.inference_mode()
 def run(
     model: Decoder,
@@ -134,35 +129,26 @@ def run(
     logits_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the logits of the last step, after steps of these numbers of tokens."""
-    config = model.config
-    spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=CPU)
+    spec = attention_spec(model.config, group, block_size=BLOCK_SIZE, device=CPU).grouped()
     builder = TorchSDPABackend.make_metadata_builder(spec)
-    cache = torch.zeros(
-        TorchSDPABackend.get_kv_cache_shape(
-            num_blocks=9,
-            num_layers=len(spec.layers),
-            block_size=BLOCK_SIZE,
-            num_kv_heads=spec.layers[0].num_kv_heads,
-            head_size=spec.layers[0].head_size,
-        ),
-        dtype=storage_dtype(spec.cache_dtype),
-    )
-    if not has_one_shape(model):
-        assert len(steps) == 1
-        # A whole prompt needs no cache, which has one shape.
-        cache = torch.empty(0)
+    num_groups = len(spec.group_windows)
+    cache = torch.zeros(9 * num_groups, *spec.block_shape, dtype=storage_dtype(spec.cache_dtype))
     table = np.array([[5, 2, 7, 1, 3, 8]], dtype=np.int32)
     ids, first = token_ids(), 0
     for size in steps:
         positions = np.arange(first, first + size)
-        batch = AttentionBatch(
-            num_prefills=int(size > 1),
-            query_lens=np.array([size], dtype=np.int32),
-            seq_lens=np.array([first + size], dtype=np.int32),
-            block_tables=table,
-            slot_mapping=table[0][positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-            + positions % BLOCK_SIZE,
-        )
+        batches = [
+            AttentionBatch(
+                num_prefills=int(size > 1),
+                query_lens=np.array([size], dtype=np.int32),
+                seq_lens=np.array([first + size], dtype=np.int32),
+                block_tables=blocks,
+                slot_mapping=blocks[0][positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+                + positions % BLOCK_SIZE,
+            )
+            for blocks in (table + 9 * index for index in range(num_groups))
+        ]
+        batch = replace(batches[0], other_groups=tuple(batches[1:]))
         hidden = model.forward(
             ids[first : first + size],
             torch.from_numpy(positions),

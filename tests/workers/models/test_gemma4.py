@@ -13,7 +13,6 @@ from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import (
     CPU,
     NUM_TOKENS,
-    has_one_shape,
     loaded_model,
     reference_logits,
     run,
@@ -28,7 +27,7 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def random_case(chance: random.Random) -> dict[str, Any]:
-    """Return a configuration; layers have caches of one shape or of two."""
+    """Return a configuration; layers have keys and values of one shape or of two."""
     kv_heads, head_size = chance.choice((1, 2, 4)), chance.choice((6, 8, 16))
     has_two_shapes = chance.random() < 0.5
     num_layers = chance.randint(3, 7)
@@ -76,9 +75,8 @@ def compare(folder: Path, expected: torch.Tensor, group: ParallelGroup, *, fuses
     """Compare the logits of a whole prompt, and of its end after chunks."""
     model = loaded_model(folder, group, fuses=fuses)
     torch.testing.assert_close(run(model, group), expected, rtol=1e-4, atol=1e-4)
-    if has_one_shape(model):
-        last = run(model, group, (7, 4, NUM_TOKENS - 13, 1, 1))
-        torch.testing.assert_close(last, expected[-1:], rtol=1e-4, atol=1e-4)
+    last = run(model, group, (7, 4, NUM_TOKENS - 13, 1, 1))
+    torch.testing.assert_close(last, expected[-1:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

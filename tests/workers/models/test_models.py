@@ -115,6 +115,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_p
         "gemma4-plain",
         "gemma4-shared-embeddings",
         "gemma4-experts-keys-as-values",
+        "gemma4-wide-full-layers",
         "mpt-12-heads",
         "qwen3_moe-dense-layers-windows",
         "granitemoe_swa-sinks",
