@@ -251,6 +251,16 @@ class DeviceTier:
             if keys[block] is not None:
                 is_verified[block] = True
 
+    def unverified_key(self, block: int) -> BlockKey | None:
+        """Return the key of a block, or None if it is verified or not in the cache."""
+        return None if self._is_verified[block] else self._keys[block]
+
+    def mark_released(self, released: Sequence[tuple[int, BlockKey]]) -> None:
+        """Do the same as `mark_verified` for released blocks that still have their keys."""
+        for block, key in released:
+            if self._keys[block] is key:
+                self._is_verified[block] = True
+
     def is_verified(self, block: int) -> bool:
         """Return whether logits that depend on a block were finite."""
         return bool(self._is_verified[block])

@@ -24,7 +24,16 @@ NO_BLOCK = -1
 class GroupTables:
     """Counts and finds the places of block tables that queries see."""
 
-    __slots__ = ("_block_size", "_full", "_step_tokens", "_windowed", "_windows", "num_groups")
+    __slots__ = (
+        "_block_size",
+        "_full",
+        "_step_tokens",
+        "_windowed",
+        "_windows",
+        "has_windows",
+        "is_uniform",
+        "num_groups",
+    )
 
     def __init__(self, windows: Sequence[int | None], *, block_size: int, step_tokens: int) -> None:
         """A step computes at most `step_tokens` of a sequence."""
@@ -36,16 +45,10 @@ class GroupTables:
         self._windowed = [
             (group, window) for group, window in enumerate(windows) if window is not None
         ]
-
-    @property
-    def has_windows(self) -> bool:
+        self.has_windows = bool(self._windowed)
         """Whether blocks are released while sequences run."""
-        return bool(self._windowed)
-
-    @property
-    def is_uniform(self) -> bool:
+        self.is_uniform = self._windows == (None,)
         """Whether there is a single group in which queries see all tokens."""
-        return self.num_groups == 1 and not self._windowed
 
     @property
     def num_full(self) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.costs import SwapCosts
-    from cluster.scheduling.device_tier import PromptKeys
+    from cluster.scheduling.device_tier import BlockKey, PromptKeys
     from pagedray.request import Request
 
 __all__ = ["Admitted", "KvManager", "KvOptions", "Refusal"]
@@ -248,30 +248,35 @@ class KvManager:
 
     def append(self, sequence: Sequence) -> list[int] | None:
         """Add an entry to a table and return its blocks, or None if too few are free."""
-        if self.groups.has_windows:
-            self._release_dead(sequence)
+        if not self.groups.is_uniform:
+            return self._append_entry(sequence)
         blocks = sequence.blocks
-        reserved_ids, num_groups = blocks.reserved_ids, self.groups.num_groups
-        if num_groups > len(reserved_ids) + self.pool.num_free:
+        if blocks.reserved_ids:
+            block = blocks.reserved_ids.pop()
+        elif self.pool.num_free:
+            block = self.pool.allocate()
+        else:
             return None
-        added = [
-            reserved_ids.pop() if reserved_ids else self.pool.allocate() for _ in range(num_groups)
-        ]
-        blocks.ids.extend(added)
+        blocks.ids.append(block)
         blocks.num_slots += self.block_size
-        return added
+        return [block]
+
+    def _append_entry(self, sequence: Sequence) -> list[int] | None:
+        """Do the same as `append` for several groups, or a window."""
+        if self.reserve_entry(sequence) is None:
+            return None
+        blocks = sequence.blocks
+        return blocks.extend(blocks.num_slots + 1, self.block_size, self.groups.num_groups)
 
     def reserve_entry(self, sequence: Sequence) -> list[int] | None:
         """Reserve the blocks of the next entry, or return None if too few are free.
 
-        A prompt may lack blocks if others share blocks behind its window, which are reserved for
-        it otherwise.
+        A prompt lacks blocks only if others share blocks behind its window.
         """
-        self._release_dead(sequence)
+        if self.groups.has_windows:
+            self._release_dead(sequence)
         blocks = sequence.blocks
-        num_missing = 0
-        if sequence.num_computed == blocks.num_slots:
-            num_missing = max(0, self.groups.num_groups - len(blocks.reserved_ids))
+        num_missing = max(0, self.groups.num_groups - len(blocks.reserved_ids))
         if num_missing > self.pool.num_free:
             return None
         blocks.reserved_ids += self.pool.allocate_all(num_missing)
@@ -457,16 +462,23 @@ class KvManager:
             num_tokens = sequence.num_computed
         blocks = sequence.blocks
         num_full, index = num_tokens // self.block_size, blocks.num_registered
-        num_groups = self.groups.num_groups
+        is_uniform = self.groups.is_uniform
         while index < num_full:
             key = self.finder.key_at(sequence, index)
-            entry = blocks.ids[index * num_groups : (index + 1) * num_groups]
-            for group, block in enumerate(entry):
-                is_added = block >= 0 and device.add_block(group_key(key, group), block)
-                if is_added and index < blocks.num_verified:
-                    device.mark_verified((block,))
+            if not is_uniform:
+                self._register_entry(sequence, key, index)
+            elif device.add_block(key, blocks.ids[index]) and index < blocks.num_verified:
+                device.mark_verified((blocks.ids[index],))
             index += 1
         sequence.note_registered(index, self.block_size)
+
+    def _register_entry(self, sequence: Sequence, key: BlockKey, index: int) -> None:
+        """Add the blocks of an entry to the prefix cache, except blocks that were released."""
+        num_groups, blocks = self.groups.num_groups, sequence.blocks
+        for group, block in enumerate(blocks.ids[index * num_groups : (index + 1) * num_groups]):
+            is_added = block >= 0 and self.device.add_block(group_key(key, group), block)
+            if is_added and index < blocks.num_verified:
+                self.device.mark_verified((block,))
 
     def take_back(self, sequence: Sequence) -> None:
         """Mark the last known token as not computed, so that a later plan computes it again.
@@ -487,6 +499,9 @@ class KvManager:
     def mark_verified(self, sequence: Sequence) -> None:
         """Record that the logits that gave a sequence its last token were finite."""
         blocks = sequence.blocks
+        if blocks.unverified:
+            self.device.mark_released(blocks.unverified)
+            blocks.unverified = []
         if blocks.num_verified >= blocks.num_registered:
             return
         num_full = (len(sequence.token_ids) - 1) // self.block_size
@@ -552,6 +567,9 @@ class KvManager:
         for group, dead in enumerate(self.groups.num_dead(sequence.num_computed)):
             for index in range(blocks.num_dead[group], dead):
                 place = index * num_groups + group
+                key = self.device.unverified_key(blocks.ids[place])
+                if key is not None:
+                    blocks.unverified.append((blocks.ids[place], key))
                 self.pool.release(blocks.ids[place])
                 blocks.ids[place] = NO_BLOCK
                 num_released += 1

@@ -142,6 +142,8 @@ class Planner:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Return whether a sequence has blocks for its next known token."""
+        if sequence.num_computed < sequence.blocks.num_slots:
+            return True
         with Blame(sequence):
             return self._preemptor.make_room(sequence, self._kv.reserve_entry) is not None
 

@@ -107,8 +107,8 @@ class Preemptor:
 
         `allocate` returns None if too few blocks are free.
         """
-        num_groups = self._kv.groups.num_groups
         while (added := allocate(sequence)) is None:
+            num_groups = self._kv.groups.num_groups
             # Blocks being swapped out may suffice for the stalled sequences and this sequence.
             if self._kv.pool.num_in_transit >= self._num_stalled + num_groups:
                 break
@@ -119,7 +119,7 @@ class Preemptor:
             self._preempt(victim)
         else:
             return added
-        self._num_stalled += num_groups
+        self._num_stalled += self._kv.groups.num_groups
         return None
 
     def may_preempt(self, head: Sequence, preempting: Collection[Sequence]) -> bool:

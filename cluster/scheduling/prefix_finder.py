@@ -90,13 +90,18 @@ class PrefixFinder:
             blocks.keys = []
             blocks.keys_revision = device.revision
         request = sequence.active.request
-        return device.find_prefix(
+        hits = device.find_prefix(
             blocks.keys,
             b"" if blocks.keys else device.root(request.tenant, request.cache_salt),
             sequence.token_ids,
             num_blocks=num_shareable,
             block_size=self._block_size,
         )
+        if not self._groups.num_full:
+            # A prefix need not have its first blocks.
+            for index in range(len(blocks.keys), num_shareable):
+                self.key_at(sequence, index)
+        return hits
 
     def load_blocks(
         self,
@@ -220,12 +225,12 @@ class PrefixFinder:
         return (len(sequence.token_ids) - 1) // self._block_size
 
     def key_at(self, sequence: Sequence, index: int, group: int = 0) -> BlockKey:
-        """Return the key of the block of entry `index` in a group."""
+        """Return the key of the block of entry `index` in a group, after its predecessors' keys."""
         keys = sequence.blocks.keys
-        while len(keys) <= index:
-            first = len(keys) * self._block_size
+        if index == len(keys):
+            first = index * self._block_size
             tokens = sequence.token_ids[first : first + self._block_size]
-            keys.append(self._device.key_after(self.parent_of(sequence, len(keys)), tokens))
+            keys.append(self._device.key_after(self.parent_of(sequence, index), tokens))
         return group_key(keys[index], group) if group else keys[index]
 
     def parent_of(self, sequence: Sequence, index: int) -> bytes:

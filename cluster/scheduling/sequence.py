@@ -447,6 +447,7 @@ class SequenceBlocks:
         "num_verified",
         "num_wanted",
         "reserved_ids",
+        "unverified",
     )
 
     def __init__(self) -> None:
@@ -468,6 +469,8 @@ class SequenceBlocks:
         """Leading entries of each group that have no block, since no later query sees them."""
         self.num_wanted = 0
         """Entries for which the sequence got blocks when it started."""
+        self.unverified = list[tuple[int, BlockKey]]()
+        """Blocks released behind a window before their values gave finite logits."""
         self.num_slots = 0
         """Capacity of the block table in tokens."""
         self.reserved_ids: list[int] = []

@@ -111,6 +111,19 @@ def test_only_blocks_that_the_next_query_sees_are_swapped_out() -> None:
     assert swapped.cpu_ids.count(-1) == 7
 
 
+def test_blocks_released_before_their_logits_came_are_kept_in_the_cpu_pool() -> None:
+    # The first decode is planned before the output of the prompt is known, and releases blocks.
+    harness = Harness(num_blocks=12, num_cpu_blocks=100, windows=(11,), max_model_len=50)
+    prompts = [[token_id] * 32 for token_id in (1, 2, 4)]
+    for _ in range(2):
+        for prompt in prompts:
+            harness.add(prompt, max_tokens=8)
+            while harness.scheduler.has_work:
+                harness.turn()
+            harness.settle()
+    assert harness.scheduler.stats().num_hit_tokens == 3 * 28
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_longest_prefix_is_the_longest_with_all_blocks_that_a_query_sees(seed: int) -> None:
     draws = random.Random(seed)
