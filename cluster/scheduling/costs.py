@@ -198,19 +198,19 @@ class TierPolicy:
         "_num_blocks",
         "_num_evicted",
         "_num_found",
-        "_num_groups",
+        "_num_full",
         "_num_until_check",
         "is_open",
     )
 
     def __init__(
-        self, costs: SwapCosts | None, *, num_blocks: int, block_size: int, num_groups: int = 1
+        self, costs: SwapCosts | None, *, num_blocks: int, block_size: int, num_full: int = 1
     ) -> None:
         """Without costs, every copy is worth it; the CPU pool has `num_blocks`.
 
-        The tokens of a block take one block in each of `num_groups`.
+        Most blocks that are found belong to `num_full` groups without a window.
         """
-        self._num_groups = num_groups
+        self._num_full = num_full
         self._costs = costs
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -261,8 +261,8 @@ class TierPolicy:
         self._num_found += num_blocks
         return True
 
-    def is_read(self, num_blocks: int, *, num_reading: int, first: int) -> bool:
-        """Return whether to read blocks from the disk rather than compute them, from `first` on.
+    def is_read(self, num_blocks: int, *, num_reading: int, first: int, num_entries: int) -> bool:
+        """Return whether to read the blocks of some entries from the disk rather than compute them.
 
         They wait for `num_reading` others.
         """
@@ -270,7 +270,7 @@ class TierPolicy:
             num_blocks=num_blocks,
             num_reading=num_reading,
             first_position=first * self._block_size,
-            num_tokens=num_blocks * self._block_size // self._num_groups,
+            num_tokens=num_entries * self._block_size,
         )
 
     def clear(self) -> None:
@@ -282,7 +282,7 @@ class TierPolicy:
         self.is_open = costs.pays(
             num_copied=self._num_evicted,
             num_found=self._num_found,
-            num_tokens=-(-self._block_size // self._num_groups),
+            num_tokens=-(-self._block_size // self._num_full),
         )
         if self._num_evicted > _MOST_WEIGHT:
             self._num_evicted /= 2

@@ -100,7 +100,7 @@ class KvManager:
                 costs,
                 num_blocks=num_cpu_blocks,
                 block_size=self.block_size,
-                num_groups=self.groups.num_groups,
+                num_full=max(self.groups.num_full, 1),
             ),
             max_saved=-(-_SAVED_TOKENS * max_num_tokens // self.block_size)
             * self.groups.num_groups,

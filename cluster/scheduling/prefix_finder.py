@@ -161,7 +161,7 @@ class PrefixFinder:
                     self._device.pool.release(table[place])
                     table[place] = NO_BLOCK
         # The device blocks for the copies may be evicted to the CPU pool.
-        cpu.begin_loads(sources)
+        cpu.begin_loads(sources, num_entries=len({place // groups.num_groups for place in places}))
         for place, block in zip(places, device.load_blocks(keys, sources), strict=True):
             table[place] = block
         return table
@@ -187,7 +187,8 @@ class PrefixFinder:
         end = groups.longest_prefix(num_shareable, has, first=first)
         num_dead = groups.num_dead(end * self._block_size)
         keys: list[BlockKey] = []
-        first_read, num_kept, last_step = 0, 0, None
+        entries: list[int] = []
+        num_kept, last_step = 0, None
         for index in range(first, end):
             for group, dead in enumerate(num_dead):
                 key = self.key_at(sequence, index, group)
@@ -201,13 +202,16 @@ class PrefixFinder:
                     cpu.touch_key(key)
                     num_kept += 1
                 else:
-                    first_read = first_read if keys else index
                     keys.append(key)
+                    entries.append(index)
         num_readable = disk.num_readable(num_kept)
         # Without all blocks of its windows, no longer prefix is found.
         del keys[0 if self._groups.has_windows and len(keys) > num_readable else num_readable :]
         if not keys or not cpu.policy.is_read(
-            len(keys), num_reading=disk.num_reading, first=first_read
+            len(keys),
+            num_reading=disk.num_reading,
+            first=entries[0],
+            num_entries=len(set(entries[: len(keys)])),
         ):
             return DiskRead(last_step)
         disk.read_blocks(keys, step)

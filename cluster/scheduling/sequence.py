@@ -90,8 +90,9 @@ class Swapped(Queued):
     """Has CPU blocks."""
 
     cpu_ids: list[int]
+    """The rest of its block table, with CPU blocks."""
     num_unswapped: int
-    """Blocks before these that were not swapped out, since others shared them."""
+    """Entries before these that were not swapped out, since others shared their blocks."""
     ready_step: int
     """The step that fills the CPU blocks."""
 
@@ -456,9 +457,9 @@ class SequenceBlocks:
         self.keys_revision = 0
         """The revision of the prefix cache when the first key was hashed."""
         self.num_registered = 0
-        """Leading blocks that were registered with the prefix cache."""
+        """Leading entries with blocks that were registered with the prefix cache."""
         self.num_verified = 0
-        """Leading blocks that gave finite logits."""
+        """Leading entries with blocks that gave finite logits."""
         self.clear()
 
     def clear(self) -> None:

@@ -84,7 +84,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 def cache_counts(kv: KvManager) -> dict[str, int]:
     """Return the fields of `SchedulerStats` that count blocks and cached tokens, by name."""
     pool, cpu_pool, cpu = kv.pool, kv.cpu_pool, kv.cpu
-    # Tokens of groups that were copied back.
+    # An estimate if there are windows.
     block_tokens = kv.block_size / kv.groups.num_groups
     counts = {
         "num_blocks": pool.num_blocks,
@@ -99,7 +99,7 @@ def cache_counts(kv: KvManager) -> dict[str, int]:
         "num_hit_tokens": kv.num_hit_tokens,
         "num_saved_blocks": cpu.num_saved_blocks,
         "num_restored_blocks": cpu.num_loaded_blocks,
-        "num_cpu_hit_tokens": int(cpu.num_loaded_blocks * block_tokens),
+        "num_cpu_hit_tokens": cpu.num_loaded_entries * kv.block_size,
         "num_kept_cpu_blocks": cpu.num_kept_blocks,
         "num_kept_hit_tokens": int(cpu.num_kept_hit_blocks * block_tokens),
     }

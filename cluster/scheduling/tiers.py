@@ -158,6 +158,7 @@ class CpuTier(BlockIndex):
         "num_kept_blocks",
         "num_kept_hit_blocks",
         "num_loaded_blocks",
+        "num_loaded_entries",
         "num_saved_blocks",
         "policy",
     )
@@ -183,6 +184,8 @@ class CpuTier(BlockIndex):
         """Blocks that outlived a rank."""
         self.num_saved_blocks = 0
         self.num_loaded_blocks = 0
+        self.num_loaded_entries = 0
+        """Entries of block tables with loaded blocks."""
         self.num_kept_blocks = 0
         """Blocks that outlived a rank, each time."""
         self.num_kept_hit_blocks = 0
@@ -211,8 +214,9 @@ class CpuTier(BlockIndex):
             for block in self._in_flight.popleft()[1]:
                 self.end_copy(block)
 
-    def begin_loads(self, blocks: Sequence[int]) -> None:
-        """Pin and count blocks that are copied back."""
+    def begin_loads(self, blocks: Sequence[int], *, num_entries: int) -> None:
+        """Pin and count blocks that are copied back, of `num_entries` of a block table."""
+        self.num_loaded_entries += num_entries
         for block in blocks:
             self.pool.pin_cached(block)
         self.num_loaded_blocks += len(blocks)

@@ -188,10 +188,15 @@ def _make_returning(seed: int, draws: random.Random) -> Scenario:
                 bad_length=14 if draws.random() < 0.02 else None,
             )
         )
-    faults = []
-    if draws.random() < 0.4:
-        kind = draws.choice(get_args(FaultKind))
-        faults = [FaultPlan(time_s=50 * step_s, rank=draws.randrange(num_ranks), kind=kind)]
+    faults = [
+        FaultPlan(
+            time_s=step * step_s,
+            rank=draws.randrange(num_ranks),
+            kind=draws.choice(get_args(FaultKind)),
+        )
+        for step in (30, 50, 70)
+        if draws.random() < 0.3
+    ]
     return Scenario(
         seed=seed,
         clients=tuple(clients),
