@@ -100,7 +100,8 @@ class Decoder(CompositeLayer):
 
         `token_ids` and `positions` are `[num_tokens]` int64. `logits_indices`, `[num_sampled]`
         int64, selects the tokens whose logits are computed; None selects all. `last_attention`
-        computes the attention of the last layer for the selected tokens alone, if given.
+        computes the attention of the last layer for the selected tokens alone, if given, and so of
+        the layers before it that have no keys and values.
         """
         residual = self._embedded(token_ids)
         embeddings = self._embedded_by_layer(token_ids, residual)
@@ -113,11 +114,8 @@ class Decoder(CompositeLayer):
             tail = fused.run_two_batches(residual, rotations, attention, last_attention)
         else:
             tail = fused.run(residual, embeddings, rotations, attention, last_attention)
-        if logits_indices is not None:
-            if last_attention is None:
-                tail = tail.select(logits_indices)
-            else:
-                tail = tail.select_residual(logits_indices)
+        if logits_indices is not None and last_attention is None:
+            tail = tail.select(logits_indices)
         return fused.finish(tail)
 
     def encode_texts(

@@ -20,7 +20,12 @@ from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_ga
 from workers.layers.mlp import MLP, GatedMLP
 from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from workers.models.scaled_layer import ScaledDecoderLayer
-from workers.models.self_attention import DecoderSelfAttention, SelectedAttention, StepAttention
+from workers.models.self_attention import (
+    DecoderSelfAttention,
+    SelectedAttention,
+    SelectedRows,
+    StepAttention,
+)
 from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
@@ -490,6 +495,8 @@ class FusedLayers:
         )
         self._group = group
         self._has_batches = _has_two_batches(layers, config, group)
+        self._num_cached = max(config.cached_layers) + 1
+        """Number of layers up to the last one with keys and values."""
 
     def run(
         self,
@@ -504,20 +511,53 @@ class FusedLayers:
         Only the tokens whose logits are computed need more: no attention reads the last output.
         `residual` is `[num_tokens, hidden_size]`, and changes in place. `embeddings` are those of
         layers, `[num_layers, num_tokens, size]`, if they have any. `last_attention` overrides the
-        attention of the last layer.
+        attention of the last layer; then the result has the selected tokens alone, which pass the
+        layers without keys and values alone, too.
         """
         delta: Delta = None
-        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+        all_rotations = list(rotations)
+        for index, (layer, rotation) in enumerate(zip(self.layers, all_rotations, strict=True)):
             self._group.progress.enter(Phase.LAYER, index)
+            if index == self._num_cached and last_attention is not None:
+                assert delta is None
+                return self._run_selected(residual, embeddings, all_rotations, last_attention)
             is_last = layer is self.layers[-1]
             step = last_attention if is_last and last_attention is not None else attention
             tail = layer.attend(residual, delta, rotation, step)
             if embeddings is not None:
                 tail = replace(tail, other=embeddings[index])
             if is_last:
-                return tail
+                return _selected_tail(tail, last_attention)
             delta = layer.finish(tail)
         raise AssertionError("A decoder has layers.")
+
+    def _run_selected(
+        self,
+        residual: torch.Tensor,
+        embeddings: torch.Tensor | None,
+        rotations: Sequence[Rotation],
+        attention: SelectedAttention,
+    ) -> LayerTail:
+        """Run the layers without keys and values for the selected tokens, as `run` does."""
+        indices = attention.indices
+        residual = residual.index_select(0, indices)
+        if not len(residual):
+            # Kernels take at least one row.
+            return LayerTail(residual, residual)
+        if embeddings is not None:
+            embeddings = embeddings.index_select(1, indices)
+        selected = {rotation: rotation.select(indices) for rotation in dict.fromkeys(rotations)}
+        rows = SelectedRows(attention)
+        for index in range(self._num_cached, len(self.layers)):
+            self._group.progress.enter(Phase.LAYER, index)
+            layer, rotation = self.layers[index], selected[rotations[index]]
+            assert rotation is not None
+            tail = layer.attend(residual, None, rotation, rows)
+            if embeddings is not None:
+                tail = replace(tail, other=embeddings[index])
+            if layer is not self.layers[-1]:
+                layer.finish(tail)
+        return tail
 
     def overlaps(self, num_tokens: int) -> bool:
         """Return whether `run_two_batches` takes less time for this number of tokens."""
@@ -555,7 +595,7 @@ class FusedLayers:
                 residual.new_empty(num_tokens, layer.attention.num_columns),
             )
             if is_last:
-                return LayerTail(residual, heads)
+                return _selected_tail(LayerTail(residual, heads), last_attention)
             # The sums of both halves are begun before the first is finished, and the sum of one
             # half before the other half is computed.
             sums = [begin_sum(layer.attention.partial(part)) for part in heads.split(sizes)]
@@ -573,6 +613,11 @@ class FusedLayers:
         if not len(tail.residual):
             return tail.residual
         return self._norm(tail.residual, self.layers[-1].finish(tail))
+
+
+def _selected_tail(tail: LayerTail, attention: SelectedAttention | None) -> LayerTail:
+    """Return the selected tokens of a tail whose attention is that of these tokens, if any are."""
+    return tail if attention is None else tail.select_residual(attention.indices)
 
 
 def _fused_layer(layer: DecoderLayer, group: ParallelGroup, *, is_last: bool) -> FusedLayer:

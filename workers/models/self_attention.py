@@ -33,6 +33,7 @@ __all__ = [
     "DecoderSelfAttention",
     "HeadInputs",
     "SelectedAttention",
+    "SelectedRows",
     "StepAttention",
     "attention_params",
     "attention_spec",
@@ -376,6 +377,19 @@ class SelectedAttention(StepAttention):
         `query` has the selected tokens, `key` and `value` have all tokens; each is by head. Keys
         and values are None if an earlier layer has written them to the cache.
         """
+
+
+class SelectedRows(StepAttention):
+    """Computes the attention of layers without keys and values, of which all rows are selected."""
+
+    def __init__(self, selected: SelectedAttention) -> None:
+        super().__init__()
+        self._selected = selected
+
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        query, key = inputs.split(layer)
+        assert key is None
+        return self._selected.attend_selected(layer, query, None, None)
 
 
 class CachedAttention(StepAttention):

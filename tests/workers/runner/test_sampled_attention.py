@@ -1,5 +1,6 @@
 """The attention of the last layer for sampled tokens alone, against transformers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from workers.layers import linear_choice
 from workers.layers.linear_kernel import DenseLinear
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
+from workers.models.fused_layers import Delta, LayerTail
 from workers.models.self_attention import CachedAttention, attention_spec
 from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.runner.forward_pass import SampledAttention
@@ -145,3 +147,20 @@ def test_sampled_tokens_are_those_of_transformers(
     # The keys and values of all tokens are in the cache.
     assert torch.equal(rank.cache, whole.cache)
     assert rank.cache[:, -1].count_nonzero() > 0
+
+
+def test_layers_without_keys_and_values_compute_sampled_tokens_alone(tmp_path: Path) -> None:
+    save_checkpoint("gemma4-shared-embeddings", tmp_path)
+    rank = Rank(tmp_path, SoloGroup())
+    rank.run(FIRST, samples_last_layer=False)
+    num_rows: list[int] = []
+    for layer in rank.model.fused.layers:
+
+        def finish(tail: LayerTail, finish: Callable[[LayerTail], Delta] = layer.finish) -> Delta:
+            num_rows.append(len(tail.residual))
+            return finish(tail)
+
+        layer.finish = finish  # type: ignore[method-assign]
+    rank.run(SECOND, samples_last_layer=True)
+    num_tokens = sum(chunk.stop - chunk.first for chunk in SECOND)
+    assert num_rows == [num_tokens] * 3 + [len(SAMPLED)] * 3
