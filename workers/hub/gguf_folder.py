@@ -41,6 +41,9 @@ _GLOBAL_EVERY = 6
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192
 _TOLERANCE = 1e-3
+_MAX_FACTORS = 2**12
+_MAX_CONTEXT = 2**22
+"""Tokens; the table of the rope takes about a kilobyte for each."""
 
 
 def gguf_folder(path: Path, cache: Path | None = None) -> Path:
@@ -94,8 +97,14 @@ def _make(path: Path, folder: Path) -> None:
 def files_of(model: GgufModel) -> dict[str, str]:
     """Return the text of each file by its name."""
     fields = _Fields(model)
+    config = _config(model, fields)
+    tokens = model.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > config["vocab_size"]:
+        raise CheckpointError(
+            f"{model.path} has {len(tokens)} tokens, but {config['vocab_size']} embeddings."
+        )
     files: dict[str, Any] = {  # Any: JSON
-        "config.json": _config(model, fields),
+        "config.json": config,
         "generation_config.json": _generation_config(model.metadata),
         **tokenizer_files(model.path, model.metadata),
     }
@@ -109,10 +118,15 @@ class _Fields:
         self._path = model.path
         self._metadata = model.metadata
         self._prefix = str(model.metadata.get("general.architecture"))
-        self._num_layers = 0
 
-    def __contains__(self, key: str) -> bool:
-        return f"{self._prefix}.{key}" in self._metadata
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer."""
+        value = self.number(key, default)
+        if not isinstance(value, int):
+            raise CheckpointError(
+                f"{self._path}: {self._prefix}.{key} must be an integer, not {value!r:.60}."
+            )
+        return value
 
     def number(self, key: str, default: float | None = None) -> Any:  # Any: int or float
         """Return a number."""
@@ -144,24 +158,32 @@ def _config(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: JSON
             f"supported architectures are {', '.join(sorted(_ARCHITECTURES))}."
         )
     name, model_type, more = _ARCHITECTURES[architecture]
-    hidden_size, num_heads = (
-        fields.number("embedding_length"),
-        fields.number("attention.head_count"),
-    )
+    hidden_size = fields.integer("embedding_length")
+    num_heads = fields.integer("attention.head_count")
+    num_layers, context = fields.integer("block_count"), fields.integer("context_length")
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{model.path}: tensor token_embd.weight is missing.")
+    num_tensors = len(model.tensors)
+    if num_layers > num_tensors:
+        raise CheckpointError(
+            f"{model.path}: {num_layers} layers cannot have {num_tensors} tensors."
+        )
+    if context > _MAX_CONTEXT:
+        raise CheckpointError(
+            f"{model.path}: a context of {context} tokens is longer than {_MAX_CONTEXT}."
+        )
     config = {
         "architectures": [name],
         "model_type": model_type,
         "hidden_size": hidden_size,
-        "intermediate_size": fields.number("feed_forward_length", 0),
-        "num_hidden_layers": fields.number("block_count"),
+        "intermediate_size": fields.integer("feed_forward_length", 0),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.number("attention.head_count_kv", num_heads),
-        "head_dim": fields.number("attention.key_length", hidden_size // max(1, num_heads)),
+        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
+        "head_dim": fields.integer("attention.key_length", hidden_size // max(1, num_heads)),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": fields.number("context_length"),
+        "max_position_embeddings": context,
         "vocab_size": embedding.shape[0],
         "rope_theta": fields.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in model.tensors,
@@ -170,7 +192,52 @@ def _config(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: JSON
         **_token_ids(model.metadata),
         **_quantization(model),
     }
-    return config | more(config, fields)
+    config |= more(config, fields)
+    rotary_size = fields.integer("rope.dimension_count", config["head_dim"])
+    if rotary_size != config["head_dim"]:
+        if architecture != "phi3":
+            raise CheckpointError(
+                f"{model.path}: {architecture}.rope.dimension_count must be the size of a head, "
+                f"{config['head_dim']}, not {rotary_size}."
+            )
+        config["partial_rotary_factor"] = rotary_size / max(1, config["head_dim"])
+    _check_shapes(model, config)
+    return config
+
+
+def _check_shapes(model: GgufModel, config: Mapping[str, Any]) -> None:  # Any: JSON
+    """Raise CheckpointError unless the tensors have the sizes of the metadata.
+
+    Ranks allocate memory by these sizes before they read tensors.
+    """
+    hidden_size, head_dim = config["hidden_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_output": (hidden_size, queries),
+        "ffn_down": (hidden_size, inner),
+        "attn_k": (keys, hidden_size),
+    }
+    if experts is not None:
+        shapes["ffn_down_exps"] = (experts, *shapes.pop("ffn_down"))
+    if config["model_type"] == "phi3":
+        shapes["attn_qkv"] = (queries + 2 * shapes.pop("attn_k")[0], hidden_size)
+    expected = {"token_embd.weight": (config["vocab_size"], hidden_size)} | {
+        f"blk.{layer}.{name}.weight": shape
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in shapes.items()
+    }
+    for name, shape in expected.items():
+        tensor = model.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{model.path}: tensor {name} is missing.")
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata "
+                f"requires {list(shape)}."
+            )
 
 
 def _is_float32(model: GgufModel) -> bool:
@@ -212,7 +279,7 @@ def _rope_scaling(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: 
     if "rope_freqs.weight" in model.tensors:
         return {"rope_scaling": _llama3_scaling(model, fields)}
     if "rope_factors_long.weight" in model.tensors:
-        original = fields.number("rope.scaling.original_context_length")
+        original = fields.integer("rope.scaling.original_context_length")
         factors = {
             f"{kind}_factor": _values(model, f"rope_factors_{kind}.weight")
             for kind in ("long", "short")
@@ -226,7 +293,7 @@ def _rope_scaling(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: 
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
     if kind == "yarn":
-        original = fields.number("rope.scaling.original_context_length")
+        original = fields.integer("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = original
     elif kind != "linear":
         raise CheckpointError(f"{model.path}: rope.scaling.type {kind!r:.60} is not supported.")
@@ -257,8 +324,8 @@ def _llama3_scaling(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any
 
 def _values(model: GgufModel, name: str) -> list[float]:
     tensor = model.tensors[name]
-    if tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise CheckpointError(f"{tensor.path}: tensor {name} must be a vector of float32.")
+    if tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
+        raise CheckpointError(f"{tensor.path}: tensor {name} must be a short vector of float32.")
     with tensor.path.open("rb") as file:
         file.seek(tensor.first_byte)
         values = np.frombuffer(file.read(tensor.num_bytes), "<f4")
@@ -271,25 +338,25 @@ def _no_more(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # A
 
 def _experts(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
     return {
-        "num_local_experts": fields.number("expert_count"),
-        "num_experts_per_tok": fields.number("expert_used_count"),
+        "num_local_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
     }
 
 
 def _qwen3_moe(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
     return {
-        "num_experts": fields.number("expert_count"),
-        "num_experts_per_tok": fields.number("expert_used_count"),
-        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "num_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
 
 def _phi3(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
-    window = fields.number("attention.sliding_window", 0)
+    window = fields.integer("attention.sliding_window", 0)
     return {
         "sliding_window": window or None,
-        "original_max_position_embeddings": fields.number(
+        "original_max_position_embeddings": fields.integer(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         ),
     }
@@ -299,7 +366,7 @@ def _gemma2(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # An
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": _query_scale(config, num_layers_of_27b=46),
-        "sliding_window": fields.number("attention.sliding_window"),
+        "sliding_window": fields.integer("attention.sliding_window"),
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
     }
@@ -310,7 +377,7 @@ def _gemma3(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # An
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": _query_scale(config, num_layers_of_27b=62),
-        "sliding_window": fields.number("attention.sliding_window"),
+        "sliding_window": fields.integer("attention.sliding_window"),
         "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0),
         "layer_types": [
             "sliding_attention" if (index + 1) % _GLOBAL_EVERY else "full_attention"

@@ -66,6 +66,11 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Value]) -> dict[str, Any]
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": vocabulary.settings()}
 
 
+def _is_utf8(text: str) -> bool:
+    """Return whether a text of the file was UTF-8: other bytes are lone surrogates."""
+    return not any("\udc80" <= character <= "\udcff" for character in text)
+
+
 class _Vocabulary:
     """The fields `tokenizer.*`. Methods raise CheckpointError."""
 
@@ -76,7 +81,7 @@ class _Vocabulary:
         if not isinstance(tokens, list) or not tokens:
             raise self._error("tokens", "must be a list of strings")
         self._tokens: list[str] = tokens
-        if any("\udc80" <= character <= "\udcff" for token in tokens for character in token):
+        if not _is_utf8("".join(tokens)):
             raise self._error("tokens", "has a token that is not UTF-8")
         if len(set(tokens)) != len(tokens):
             raise self._error("tokens", "has a token twice, so that it cannot be rebuilt")
@@ -118,6 +123,8 @@ class _Vocabulary:
             for key, value in self._metadata.items()
             if key.startswith(prefix) and isinstance(value, str)
         }
+        if not all(map(_is_utf8, (*templates, *templates.values()))):
+            raise CheckpointError(f"{self._path}: {prefix} is not UTF-8.")
         if len(templates) > 1:
             settings["chat_template"] = [
                 {"name": name or "default", "template": template}

@@ -45,7 +45,7 @@ MERGES = ["t h", "th e", "\u0120 the"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # Any: fields of all types
     "llama": ("Llama", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "phi3": ("Phi3", {"sliding_window": 9}),
+    "phi3": ("Phi3", {"sliding_window": 9, "partial_rotary_factor": 0.75}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 64}),
     "qwen3moe": (
@@ -171,6 +171,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture
     rope = config.get("rope_parameters", config)
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

@@ -1,7 +1,5 @@
-"""Headers of GGUF files that lie or end early are refused, without memory for what they claim."""
+"""Headers of GGUF files: valid headers are read, all others are refused with one line."""
 
-import random
-import resource
 import struct
 from pathlib import Path
 
@@ -9,41 +7,19 @@ import numpy as np
 import pytest
 
 from pagedray.errors import CheckpointError
+from tests.workers.hub.damaged_gguf import (
+    ARRAY,
+    F32,
+    LARGE,
+    Q4_0,
+    STRING,
+    UINT32,
+    field,
+    file_bytes,
+    tensor,
+    text,
+)
 from workers.weights.gguf_file import GgufFile
-
-STRING, ARRAY, UINT32 = 8, 9, 4
-TYPE_F32, TYPE_Q4_0 = 0, 2
-
-
-def text(value: bytes) -> bytes:
-    return struct.pack("<Q", len(value)) + value
-
-
-def field(name: bytes, kind: int, value: bytes) -> bytes:
-    return text(name) + struct.pack("<I", kind) + value
-
-
-def tensor(name: bytes, sizes: tuple[int, ...], kind: int, offset: int) -> bytes:
-    shape = b"".join(struct.pack("<Q", size) for size in sizes)
-    return text(name) + struct.pack("<I", len(sizes)) + shape + struct.pack("<IQ", kind, offset)
-
-
-def file_bytes(
-    *,
-    version: int = 3,
-    fields: tuple[bytes, ...] = (),
-    tensors: tuple[bytes, ...] = (),
-    num_fields: int | None = None,
-    num_tensors: int | None = None,
-    data: bytes = b"",
-) -> bytes:
-    counts = (
-        len(tensors) if num_tensors is None else num_tensors,
-        len(fields) if num_fields is None else num_fields,
-    )
-    header = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join((*fields, *tensors))
-    return header + bytes(-len(header) % 32) + data
-
 
 VALID = file_bytes(
     fields=(
@@ -53,12 +29,11 @@ VALID = file_bytes(
         field(b"numbers", ARRAY, struct.pack("<IQ", UINT32, 3) + struct.pack("<3I", 1, 2, 3)),
     ),
     tensors=(
-        tensor(b"first", (32, 2), TYPE_Q4_0, 0),
-        tensor(b"second", (4,), TYPE_F32, 64),
+        tensor(b"first", (32, 2), Q4_0, 0),
+        tensor(b"second", (4,), F32, 64),
     ),
     data=bytes(range(80)),
 )
-LARGE = 2**60
 BAD = {
     "has no GGUF header": b"GGML" + bytes(60),
     "has GGUF version 1": file_bytes(version=1),
@@ -82,14 +57,14 @@ BAD = {
         fields=(field(b"same", UINT32, bytes(4)), field(b"same", UINT32, bytes(4)))
     ),
     "two tensors of the same name": file_bytes(
-        tensors=(tensor(b"x", (4,), TYPE_F32, 0), tensor(b"x", (4,), TYPE_F32, 32)), data=bytes(64)
+        tensors=(tensor(b"x", (4,), F32, 0), tensor(b"x", (4,), F32, 32)), data=bytes(64)
     ),
-    "a tensor of 5 dimensions": file_bytes(tensors=(tensor(b"x", (1,) * 5, TYPE_F32, 0),)),
+    "a tensor of 5 dimensions": file_bytes(tensors=(tensor(b"x", (1,) * 5, F32, 0),)),
     "of an unknown type 99": file_bytes(tensors=(tensor(b"x", (4,), 99, 0),)),
-    "invalid shape or offset": file_bytes(tensors=(tensor(b"x", (31,), TYPE_Q4_0, 0),)),
-    "is truncated: tensor 'x'": file_bytes(tensors=(tensor(b"x", (LARGE, LARGE), TYPE_F32, 0),)),
+    "invalid shape or offset": file_bytes(tensors=(tensor(b"x", (31,), Q4_0, 0),)),
+    "is truncated: tensor 'x'": file_bytes(tensors=(tensor(b"x", (LARGE, LARGE), F32, 0),)),
     "within another tensor": file_bytes(
-        tensors=(tensor(b"x", (16,), TYPE_F32, 0), tensor(b"y", (4,), TYPE_F32, 32)), data=bytes(64)
+        tensors=(tensor(b"x", (16,), F32, 0), tensor(b"y", (4,), F32, 32)), data=bytes(64)
     ),
     "invalid general.alignment": file_bytes(
         fields=(field(b"general.alignment", UINT32, struct.pack("<I", 0)),)
@@ -129,25 +104,3 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
         path.write_bytes(VALID[:length])
         with pytest.raises(CheckpointError):
             GgufFile.read(path)
-
-
-@pytest.mark.parametrize("num_files", [500, pytest.param(200_000, marks=pytest.mark.slow)])
-def test_damaged_headers_take_no_memory(tmp_path: Path, num_files: int) -> None:
-    chance = random.Random(num_files)
-    path = tmp_path / "model.gguf"
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    num_refused = 0
-    for _ in range(num_files):
-        damaged = bytearray(VALID)
-        for _ in range(chance.randrange(1, 6)):
-            place = chance.randrange(len(damaged) - 8)
-            value = chance.choice((chance.randrange(256), 2 ** chance.randrange(64) - 1, LARGE))
-            size = chance.choice((1, 4, 8))
-            damaged[place : place + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
-        path.write_bytes(damaged)
-        try:
-            GgufFile.read(path)
-        except CheckpointError:
-            num_refused += 1
-    assert num_refused > num_files / 4
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
