@@ -63,9 +63,11 @@ class Timed(Protocol):
 class LlamaCpp:
     """llama.cpp, which reads calls from a pipe."""
 
-    def __init__(self, python: Path, checkpoint: Path, gguf: Path, threads: int) -> None:
+    def __init__(self, python: Path, checkpoint: Path | None, gguf: Path, threads: int) -> None:
         server = Path(__file__).with_name("llama_cpp_server.py")
-        arguments = [f"--checkpoint={checkpoint}", f"--gguf={gguf}", f"--threads={threads}"]
+        arguments = [f"--gguf={gguf}", f"--threads={threads}"]
+        if checkpoint is not None:
+            arguments.append(f"--checkpoint={checkpoint}")
         self._process = subprocess.Popen(
             [python, server, *arguments],
             stdin=subprocess.PIPE,

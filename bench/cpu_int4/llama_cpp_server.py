@@ -5,9 +5,9 @@
 
 It writes the checkpoint, a Llama in bfloat16, as GGUF, which llama.cpp's own quantizer converts to
 Q4_0, unless the file is there. The order of rows of queries and keys stays as it is, which does not
-change the speed. Each line of input is a list of prompts, of which there is one, and a number of
-new tokens; the answer is the seconds that a greedy generation took. The first line of output says
-what runs.
+change the speed. Each line of input is a list of prompts, which are decoded in one batch, and a
+number of new tokens; the answer is the seconds that a greedy generation took. The first line of
+output says what runs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CONTEXT = 512
+_MAX_SEQUENCES = 8
 _OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -46,7 +47,7 @@ _LAYER_NAMES = {
 def main() -> int:
     """Answer until the input ends."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
@@ -68,9 +69,9 @@ def main() -> int:
     }
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
-        (prompt,), num_tokens = json.loads(line)
+        prompts, num_tokens = json.loads(line)
         started_s = time.perf_counter()
-        decoder.generate(prompt, num_tokens)
+        decoder.generate(prompts, num_tokens)
         print(time.perf_counter() - started_s, flush=True)
     return 0
 
@@ -83,24 +84,44 @@ class _Decoder:
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = _CONTEXT
+        params.n_ctx = _CONTEXT * _MAX_SEQUENCES
+        params.n_seq_max = _MAX_SEQUENCES
         params.n_threads = params.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
 
-    def generate(self, prompt: list[int], num_tokens: int) -> None:
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate greedily from an empty cache."""
         memory = llama_cpp.llama_get_memory(self._context)
         llama_cpp.llama_memory_clear(memory, True)
-        tokens = prompt
+        tokens, position = prompts, 0
         for _ in range(num_tokens):
-            array = (llama_cpp.llama_token * len(tokens))(*tokens)
-            batch = llama_cpp.llama_batch_get_one(array, len(tokens))
-            if llama_cpp.llama_decode(self._context, batch):
-                raise RuntimeError("llama_decode failed")
-            logits = llama_cpp.llama_get_logits_ith(self._context, -1)
-            tokens = [int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())]
+            last = self._decode(tokens, position)
+            position += len(tokens[0])
+            tokens = [[self._best(index)] for index in last]
+
+    def _decode(self, tokens: list[list[int]], position: int) -> list[int]:
+        """Compute the next tokens of all sequences; return the indices of their last tokens."""
+        batch, index, last = self._batch, 0, []
+        for sequence, its_tokens in enumerate(tokens):
+            for offset, token in enumerate(its_tokens):
+                batch.token[index] = token
+                batch.pos[index] = position + offset
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = sequence
+                batch.logits[index] = offset == len(its_tokens) - 1
+                index += 1
+            last.append(index - 1)
+        batch.n_tokens = index
+        if llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError("llama_decode failed")
+        return last
+
+    def _best(self, index: int) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, index)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
 
 
 def _write_q4_0(checkpoint: Path, path: Path, threads: int) -> None:
