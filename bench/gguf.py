@@ -46,7 +46,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows, about = [], {}
-    print("| file | clients | tok/s | llama.cpp, tok/s | ratio |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| file | clients | tok/s | llama.cpp, tok/s | ratio |\n| --- | ---: | ---: | ---: | ---: |"
+    )
     for path in options.model:
         theirs = LlamaCpp(options.llama_python, None, path, options.threads)
         ours = EngineProcess(PagedRay, path, "bfloat16", options.threads)

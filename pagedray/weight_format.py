@@ -63,6 +63,8 @@ class Int4Format:
     """Inputs of a group; None is all."""
     has_zeros: bool = True
     """Whether the checkpoint has the numbers that stand for zero; otherwise 8 does."""
+    has_minimums: bool = False
+    """Whether the checkpoint has the value of number 0 of each group."""
     zero_offset: int = 0
     """Added to a stored zero."""
     is_ordered: bool = False

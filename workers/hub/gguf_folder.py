@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ __all__ = ["files_of", "gguf_folder"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 """Changes when the same file would give other files."""
 _SUFFIX = ".gguf"
 _GLOBAL_EVERY = 6
@@ -245,13 +246,10 @@ def _is_float32(model: GgufModel) -> bool:
 
 
 def _quantization(model: GgufModel) -> dict[str, Any]:  # Any: JSON
-    kept = model.kept_bits()
-    if not kept:
-        return {}
-    layers = {
-        f"int{bits}": [layer for layer, its in kept.items() if its == bits] for bits in (4, 8)
-    }
-    return {"quantization_config": {"quant_method": "gguf", **layers}}
+    layers: defaultdict[str, list[str]] = defaultdict(list)
+    for layer, format in model.kept_formats().items():
+        layers[format].append(layer)
+    return {"quantization_config": {"quant_method": "gguf", **layers}} if layers else {}
 
 
 def _token_ids(metadata: Mapping[str, Value]) -> dict[str, Any]:  # Any: JSON

@@ -192,6 +192,8 @@ class _Vocabulary:
     def _merges_by_score(self) -> list[list[str]]:
         """Return all pairs of tokens that are a token together, those of the best token first."""
         scores = self._numbers("scores")
+        if not np.isfinite(scores).all():
+            raise self._error("scores", "has a number that is not finite")
         vocabulary = set(self._tokens)
         order = np.argsort(-scores.astype(np.float64), kind="stable").tolist()
         return [

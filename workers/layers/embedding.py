@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.formats.make_kernel import make_format_kernel
+from workers.layers.formats.make_kernel import CpuInt8Linear, make_format_kernel
 from workers.layers.linear_choice import linear_kernel_class
 from workers.layers.sharded_logits import ShardedLogits
 from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, divided
@@ -83,8 +83,8 @@ class ParallelHead(Layer):
         self._scale = scale
         self._group = place.group
         self._vocab = _VocabShard(vocab_size, place.group)
-        self._is_tied = tied_to is not None
-        if tied_to is not None:
+        self._is_tied = tied_to is not None and not _has_own_format(name, place)
+        if tied_to is not None and self._is_tied:
             self._kernel = linear_kernel_class(place.dtype, place.device)(tied_to.weight, None)
             return
         if place.quantization is not None and not place.quantization.has_head:
@@ -125,6 +125,17 @@ class ParallelHead(Layer):
 
     def weight_work(self) -> WeightWork:
         return self._kernel.work(self._vocab.num_rows, self._hidden_size)
+
+
+def _has_own_format(name: str, place: Placement) -> bool:
+    """Return whether a tied head stays quantized, though the embedding is dequantized.
+
+    Only CPUs multiply by numbers as they are stored; elsewhere the head would take more memory.
+    """
+    quantization = place.quantization
+    if quantization is None or quantization.method != "gguf" or place.device.type != "cpu":
+        return False
+    return CpuInt8Linear.supports(place.dtype) and quantization.format_of([name]) is not None
 
 
 class _VocabShard:

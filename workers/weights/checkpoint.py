@@ -114,6 +114,7 @@ class Checkpoint:
             self._check_shard(shard)
         if has_spare_head:
             names.update((HEAD_NAME, self._stored_names.get(HEAD_NAME, HEAD_NAME)))
+            names.update(f"{HEAD_NAME}_{part}" for part in ("packed", "scale", "minimum"))
         num_skipped = 0
         for name, entry in self._entries.items():
             if name in names or name.endswith(_IGNORED_SUFFIXES):

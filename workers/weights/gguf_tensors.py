@@ -1,7 +1,7 @@
 """The tensors of GGUF files under the names and in the layout of transformers' checkpoints.
 
-Weights of Q4_0 and Q8_0 keep their numbers and scales, as weights of int4 and int8; all other
-quantized tensors are dequantized while they are read.
+Weights of most types keep their numbers, as weights of int4 and int8 with scales, and minimums if
+the type has them; all other quantized tensors are dequantized while they are read.
 
 llama.cpp changes three things when it converts a checkpoint, which are reverted here: the rows of
 queries and keys of some architectures are in pairs for its rotary embedding, the weights of
@@ -29,14 +29,22 @@ from workers.weights.tensor_entries import TensorEntry
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    _Bytes = npt.NDArray[np.uint8]
 
 __all__ = ["GgufEntry", "GgufModel"]
 
-_GROUP_SIZE = 32
-"""Inputs that share a scale in Q4_0 and Q8_0."""
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-_KEPT_BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q8_0: 8}
+# The formats of `quantization_config`, with the inputs that share a scale.
+_KEPT: Mapping[str, tuple[str, int]] = {
+    "Q4_0": ("int4", 32),
+    "Q4_1": ("int4_minimums", 32),
+    "Q4_K": ("int4_minimums", 32),
+    "Q5_0": ("int8", 32),
+    "Q6_K": ("int8_16", 16),
+    "Q8_0": ("int8", 32),
+}
 _PER_WORD = 8
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 # Architectures with the rows of queries and keys in pairs.
 _PAIRED = frozenset({"llama", "granite", "smollm3"})
@@ -94,8 +102,8 @@ class GgufEntry(TensorEntry):
     type: GGMLQuantizationType
     stored_columns: int
     """Elements of a row in the file; 1 for a vector."""
-    part: Literal["values", "numbers", "scales"] = "values"
-    """Values, or the numbers or the scales of a quantized weight."""
+    part: Literal["values", "numbers", "scales", "minimums"] = "values"
+    """Values, or a part of a quantized weight."""
     head_size: int = 0
     """Rows of each head if they are in pairs, otherwise 0."""
     offset: float = 0.0
@@ -110,7 +118,7 @@ class GgufEntry(TensorEntry):
     def row_step(self) -> int:
         return self.head_size or 1
 
-    def converted(self, stored: npt.NDArray[np.uint8]) -> torch.Tensor:
+    def converted(self, stored: _Bytes) -> torch.Tensor:
         """Return the values of whole rows, `[num_rows, row_bytes]` as stored."""
         rows = stored.reshape(-1, self.row_bytes)
         if self.head_size:
@@ -123,19 +131,59 @@ class GgufEntry(TensorEntry):
                 values = values + self.offset
             return values.view(-1, *self.shape[1:])
         _, block_bytes = GGML_QUANT_SIZES[self.type]
-        blocks = rows.reshape(len(rows), -1, block_bytes)
-        if self.part == "scales":
-            scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
-            return torch.from_numpy(scales.reshape(len(rows), -1))
-        numbers = np.ascontiguousarray(blocks[:, :, 2:])
-        if self.type == GGMLQuantizationType.Q8_0:
-            return torch.from_numpy(numbers.view(np.int8).reshape(len(rows), -1))
-        return torch.from_numpy(_packed(numbers).reshape(len(rows), -1))
+        read = {"numbers": _numbers, "scales": _scales, "minimums": _minimums}[self.part]
+        parts = read(rows.reshape(-1, block_bytes), self.type)
+        return torch.from_numpy(parts.reshape(len(rows), -1))
 
 
-def _dequantized(
-    rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType
-) -> npt.NDArray[np.float32]:
+def _scales(blocks: _Bytes, kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+    """Return the scale of each group, `[num_blocks, groups]`."""
+    if kind == GGMLQuantizationType.Q4_K:
+        factors, _ = quants.Q4_K.get_scale_min(blocks[:, 4:16])
+        return _halves(blocks, 0) * factors.astype(np.float32)
+    if kind == GGMLQuantizationType.Q6_K:
+        return _halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return _halves(blocks, 0)
+
+
+def _minimums(blocks: _Bytes, kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+    """Return the value of number 0 of each group, `[num_blocks, groups]`."""
+    if kind == GGMLQuantizationType.Q4_K:
+        _, factors = quants.Q4_K.get_scale_min(blocks[:, 4:16])
+        return -_halves(blocks, 2) * factors.astype(np.float32)
+    return _halves(blocks, 2)
+
+
+def _numbers(
+    blocks: _Bytes, kind: GGMLQuantizationType
+) -> npt.NDArray[np.int8] | npt.NDArray[np.int32]:
+    """Return the numbers of each block, int8, or eight of four bits in an int32."""
+    name = kind.name
+    if name == "Q8_0":
+        return np.ascontiguousarray(blocks[:, 2:]).view(np.int8)
+    if name == "Q5_0":
+        fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
+        return (_in_order(blocks[:, 6:]) | fifth << 4).view(np.int8) - np.int8(16)
+    if name == "Q6_K":
+        lower = _in_order(blocks[:, :128].reshape(-1, 64)).reshape(-1, 256)
+        shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+        upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+        return (lower | upper.reshape(-1, 256) << 4).view(np.int8) - np.int8(32)
+    first, chunk = {"Q4_0": (2, 16), "Q4_1": (4, 16), "Q4_K": (16, 32)}[name]
+    return _packed(_in_order(blocks[:, first:].reshape(-1, chunk)))
+
+
+def _halves(blocks: _Bytes, first: int) -> npt.NDArray[np.float32]:
+    stored = np.ascontiguousarray(blocks[:, first : first + 2]).view(np.float16)
+    return stored.astype(np.float32)
+
+
+def _in_order(numbers: _Bytes) -> _Bytes:
+    """Return numbers of four bits: the lower half of each byte, and then the upper half."""
+    return np.concatenate((numbers & 15, numbers >> 4), axis=-1)
+
+
+def _dequantized(rows: _Bytes, kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
     if kind == GGMLQuantizationType.F16:
         return rows.view(np.float16).astype(np.float32)
     if kind == GGMLQuantizationType.F32:
@@ -145,15 +193,10 @@ def _dequantized(
         return quants.dequantize(rows, kind)
 
 
-def _packed(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
-    """Return eight numbers in each word, the first in the lowest bits.
-
-    In a block of Q4_0, a byte holds a number of the first half and one of the second half.
-    """
-    in_order = np.concatenate((numbers & 15, numbers >> 4), axis=-1)
-    words = in_order.reshape(*in_order.shape[:-1], -1, _PER_WORD // 2, 2)
-    pairs = np.ascontiguousarray(words[..., 0] | (words[..., 1] << 4))
-    return pairs.view("<i4").reshape(*in_order.shape[:-1], -1)
+def _packed(numbers: _Bytes) -> npt.NDArray[np.int32]:
+    """Return eight numbers in each word, the first in the lowest bits."""
+    pairs = np.ascontiguousarray(numbers[:, ::2] | numbers[:, 1::2] << 4)
+    return pairs.view("<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,28 +232,34 @@ class GgufModel:
             raise CheckpointError(f"{self.path} has no general.architecture.")
         return "mixtral" if name == "llama" and self.metadata.get("llama.expert_count") else name
 
-    def kept_bits(self) -> dict[str, int]:
-        """Return the bits of each weight that stays quantized, by its layer in transformers.
+    def kept_formats(self) -> dict[str, str]:
+        """Return the format of each weight that stays quantized, by its layer in transformers.
 
-        Weights that one product computes stay quantized only if all of them have the same type.
-        Those of a model with experts are dequantized.
+        Weights that one product computes stay quantized only if all of them have the same format.
+        Those of a model with experts are dequantized. A tied head has a format of its own.
         """
-        bits: dict[str, int] = {}
+        formats: dict[str, str] = {}
         if any("_exps." in name for name in self.tensors):
-            return bits
+            return formats
         for name, tensor in self.tensors.items():
-            match = _LAYER.fullmatch(name)
-            if match is None or tensor.type not in _KEPT_BITS or len(tensor.shape) != 2:
+            if tensor.type.name not in _KEPT or len(tensor.shape) != 2 or name == _EMBEDDING:
                 continue
-            group = next((group for group in _FUSED if match[2] in group), (match[2],))
-            names = [f"blk.{match[1]}.{part}.weight" for part in group]
-            if len({self.tensors[one].type for one in names if one in self.tensors}) == 1:
-                bits[self._name(name).removesuffix(".weight")] = _KEPT_BITS[tensor.type]
-        return bits
+            match = _LAYER.fullmatch(name)
+            names = [name]
+            if match is not None:
+                group = next((group for group in _FUSED if match[2] in group), (match[2],))
+                names = [f"blk.{match[1]}.{part}.weight" for part in group]
+            kept = {_KEPT.get(self.tensors[one].type.name) for one in names if one in self.tensors}
+            if len(kept) == 1:
+                formats[self._name(name).removesuffix(".weight")], _ = _KEPT[tensor.type.name]
+        embedding = self.tensors.get(_EMBEDDING)
+        if embedding is not None and _HEAD not in self.tensors and embedding.type.name in _KEPT:
+            formats["lm_head"], _ = _KEPT[embedding.type.name]
+        return formats
 
     def entries(self) -> dict[str, TensorEntry]:
         """Return the tensors by their names in transformers. Raises CheckpointError."""
-        bits = self.kept_bits()
+        formats = self.kept_formats()
         entries: dict[str, TensorEntry] = {}
         for name, tensor in self.tensors.items():
             if _IGNORED.fullmatch(name):
@@ -225,10 +274,13 @@ class GgufModel:
                     )
                 for expert in range(tensor.shape[0]):
                     entries[stem.format(expert)] = self._entry(name, tensor, expert=expert)
-            elif layer in bits:
-                entries |= _kept_entries(layer, self._entry(name, tensor), bits[layer])
+            elif layer in formats:
+                entries |= _kept_entries(layer, self._entry(name, tensor), formats[layer])
             else:
                 entries[stem] = self._entry(name, tensor)
+        if "lm_head" in formats and _HEAD not in self.tensors:
+            head = self._entry(_EMBEDDING, self.tensors[_EMBEDDING])
+            entries |= _kept_entries("lm_head", head, formats["lm_head"])
         return entries
 
     def _entry(self, name: str, tensor: GgufTensor, *, expert: int | None = None) -> GgufEntry:
@@ -276,13 +328,16 @@ class GgufModel:
         )
 
 
-def _kept_entries(layer: str, entry: GgufEntry, num_bits: int) -> Iterator[tuple[str, GgufEntry]]:
-    """Yield the numbers and the scales of a quantized weight."""
+def _kept_entries(layer: str, entry: GgufEntry, format: str) -> Iterator[tuple[str, GgufEntry]]:
+    """Yield the numbers and the scales of a quantized weight, and its minimums if any."""
     out_size, in_size = entry.shape
-    scales = replace(entry, part="scales", dtype="F16", shape=(out_size, in_size // _GROUP_SIZE))
-    yield f"{layer}.weight_scale", scales
-    if num_bits == 8:
+    _, group_size = _KEPT[entry.type.name]
+    groups = (out_size, in_size // group_size)
+    yield f"{layer}.weight_scale", replace(entry, part="scales", shape=groups)
+    if format.startswith("int8"):
         yield f"{layer}.weight", replace(entry, part="numbers", dtype="I8")
         return
     shape = (out_size, in_size // _PER_WORD)
     yield f"{layer}.weight_packed", replace(entry, part="numbers", dtype="I32", shape=shape)
+    if format == "int4_minimums":
+        yield f"{layer}.weight_minimum", replace(entry, part="minimums", shape=groups)

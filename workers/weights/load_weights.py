@@ -25,6 +25,7 @@ from workers.weights.checkpoint import (
     quantize_to,
     write_rows,
 )
+from workers.weights.tensor_entries import gguf_link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -311,7 +312,8 @@ def with_stored_head(config: EngineConfig) -> EngineConfig:
     Transformers 5 does the same. Raises CheckpointError.
     """
     model = config.model
-    if not model.has_tied_embeddings or config.load_format == "dummy":
+    is_gguf = gguf_link(model.folder) is not None
+    if not model.has_tied_embeddings or config.load_format == "dummy" or is_gguf:
         return config
     embedding = f"{model.names.embedding}.weight"
     with Checkpoint(model.folder, model.text_tensors) as checkpoint:

@@ -1,6 +1,7 @@
 /*
  * GEMM with a weight of small integers on the CPU, for inputs in bfloat16:
- * out[m][n] = sum_g scale[n][g] * sum_{k in g} x[m][k] * (number[n][k] - zero[n][g]) + bias[n],
+ * out[m][n] = sum_g (scale[n][g] * sum_{k in g} x[m][k] * number[n][k]
+ *                   + minimum[n][g] * sum_{k in g} x[m][k]) + bias[n],
  * where g is a group of inputs.
  *
  * The weight is packed into tiles of TILE output columns. A word has several numbers of
@@ -41,7 +42,6 @@ typedef float Part __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)
 typedef int32_t PartInts __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint32_t PartWords __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint16_t PartHalves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
-typedef int8_t PartBytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 
 typedef struct {
     int64_t num_rows;
@@ -54,12 +54,12 @@ typedef struct {
 
 /*
  * A packed weight: `[tiles][in_size / numbers of a word][TILE]` words, and `[tiles][groups][TILE]`
- * scales in bfloat16 and offsets. An offset is added to each number of a group; null stands for 0.
+ * scales in float16 and minimums. A minimum is added to each value of a group; null stands for 0.
  */
 typedef struct {
     const void *words;
     const uint16_t *scales;
-    const int8_t *offsets;
+    const float *minimums;
     const uint16_t *bias;
 } Weight;
 
@@ -113,12 +113,17 @@ INLINE Part add_numbers(Part sums, Numbers numbers, Inputs x) {
 }
 #endif
 
-INLINE Part load_bfloats(const uint16_t *from) {
-    return (Part)(__builtin_convertvector(*(const PartHalves *)from, PartWords) << 16);
-}
-
-INLINE Part load_bytes(const int8_t *from) {
-    return __builtin_convertvector(*(const PartBytes *)from, Part);
+INLINE Part load_halves(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Part)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif WIDTH == 8 && defined(__F16C__)
+    return (Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    /* The exponents of a float16 and a float differ by 112. */
+    const PartWords bits = __builtin_convertvector(*(const PartHalves *)from, PartWords);
+    const Part magnitude = (Part)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (Part)((PartWords)magnitude | (bits & 0x8000) << 16);
+#endif
 }
 
 /*

@@ -19,8 +19,6 @@ __all__ = ["IntegerGemm", "has_integer_gemm"]
 _TILE = 64
 _PER_WORD = {4: 8, 8: 2}
 _WORDS = {4: torch.int32, 8: torch.int16}
-_MIDDLE = 8
-"""The 4-bit number that represents zero in formats without offsets."""
 _TILES_AT_ONCE = 16
 
 
@@ -32,7 +30,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("words", "scales", "offsets", "bias"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("words", "scales", "minimums", "bias"))
 
 
 def has_integer_gemm() -> bool:
@@ -49,16 +47,16 @@ class IntegerGemm(TiledProduct):
         self,
         numbers: torch.Tensor,
         scales: torch.Tensor,
-        zeros: torch.Tensor | None,
+        minimums: torch.Tensor | None,
         bias: torch.Tensor | None,
         *,
         num_bits: Literal[4, 8],
     ) -> None:
         """`numbers` are `[out_size, in_size]`: uint8 from 0 to 15, less 8, or int8.
 
-        `scales` are `[out_size, groups]` and stored in bfloat16. `zeros`, `[out_size, groups]`
-        uint8, stand for zero instead of 8. Groups have a multiple of eight inputs. `bias` is
-        bfloat16. `has_integer_gemm` must be true.
+        `scales` are `[out_size, groups]` and stored in float16. `minimums`, `[out_size, groups]`
+        float32, are added to the values of their group. Groups have a multiple of eight inputs.
+        `bias` is bfloat16. `has_integer_gemm` must be true.
         """
         library = _library()
         assert library is not None
@@ -70,16 +68,18 @@ class IntegerGemm(TiledProduct):
         self._group_size = in_size // scales.shape[1]
         assert self._group_size % _PER_WORD[num_bits] == 0
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
-        offsets = None
-        if zeros is not None and not bool((zeros == _MIDDLE).all()):
-            offsets = _tiles(_MIDDLE - zeros.to(torch.int8))
-        tensors = (_words(numbers, num_bits), _tiles(scales.to(torch.bfloat16)), offsets, bias)
+        tensors = (
+            _words(numbers, num_bits),
+            _tiles(scales.to(torch.float16)),
+            None if minimums is None else _tiles(minimums),
+            bias,
+        )
         # The kernel reads the memory of these tensors.
         self._tensors = tensors
         self._weight = _Weight(*(None if one is None else one.data_ptr() for one in tensors))
         self._weight_address = ctypes.addressof(self._weight)
         self.num_bytes = sum(one.nbytes for one in tensors[:3] if one is not None)
-        """Bytes of the numbers, the scales and the offsets."""
+        """Bytes of the numbers, the scales and the minimums."""
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> None:
         num_rows, in_size = x.shape

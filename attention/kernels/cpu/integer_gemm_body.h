@@ -5,14 +5,14 @@
 
 /* Adds the scaled sums of a piece to `totals`, `[VECTORS]`. */
 INLINE void NAME(add_piece)(
-    const Part *sums, const uint16_t *scales, const int8_t *offsets, float sum_of_x,
+    const Part *sums, const uint16_t *scales, const float *minimums, float sum_of_x,
     Part *totals) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-        Part sum = sums[v];
-        if (offsets)
-            sum = add_scaled(sum, load_bytes(offsets + v * WIDTH), (Part){} + sum_of_x);
-        totals[v] = add_scaled(totals[v], sum, load_bfloats(scales + v * WIDTH));
+        totals[v] = add_scaled(totals[v], sums[v], load_halves(scales + v * WIDTH));
+        if (minimums)
+            totals[v] = add_scaled(
+                totals[v], *(const Part *)(minimums + v * WIDTH), (Part){} + sum_of_x);
     }
 }
 
@@ -22,7 +22,7 @@ INLINE void NAME(add_piece)(
  */
 INLINE void NAME(add_few_rows)(
     const Shape *shape, const uint16_t *x, const int num_rows, const WORD *words,
-    const uint16_t *scales, const int8_t *offsets, Part *totals) {
+    const uint16_t *scales, const float *minimums, Part *totals) {
     const int64_t num_groups = shape->in_size / shape->group_size;
     for (int64_t group = 0; group < num_groups; group++) {
         for (int64_t first = 0; first < shape->group_size; first += PIECE) {
@@ -47,20 +47,20 @@ INLINE void NAME(add_few_rows)(
 #pragma GCC unroll 6
             for (int m = 0; m < num_rows; m++)
                 NAME(add_piece)(
-                    sums[m], scales, offsets,
-                    offsets ? sum_of_inputs(x + m * shape->x_stride, size) : 0,
+                    sums[m], scales, minimums,
+                    minimums ? sum_of_inputs(x + m * shape->x_stride, size) : 0,
                     totals + m * STRIPS * VECTORS);
             x += size;
         }
         scales += TILE;
-        if (offsets) offsets += TILE;
+        if (minimums) minimums += TILE;
     }
 }
 
 /* As `add_few_rows`, for one piece, whose numbers are unpacked: `[pairs][VECTORS]`. */
 INLINE void NAME(add_unpacked)(
     const Shape *shape, const uint16_t *x, const int num_rows, const Numbers *numbers,
-    int64_t size, const uint16_t *scales, const int8_t *offsets, Part *totals) {
+    int64_t size, const uint16_t *scales, const float *minimums, Part *totals) {
     Part sums[MICRO_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int m = 0; m < num_rows; m++)
@@ -77,15 +77,15 @@ INLINE void NAME(add_unpacked)(
 #pragma GCC unroll 6
     for (int m = 0; m < num_rows; m++)
         NAME(add_piece)(
-            sums[m], scales, offsets,
-            offsets ? sum_of_inputs(x + m * shape->x_stride, size) : 0,
+            sums[m], scales, minimums,
+            minimums ? sum_of_inputs(x + m * shape->x_stride, size) : 0,
             totals + m * STRIPS * VECTORS);
 }
 
 /* As `add_few_rows`, for any number of rows, for which each piece is unpacked once. */
 static void NAME(add_many_rows)(
     const Shape *shape, const uint16_t *x, int64_t num_rows, const WORD *words,
-    const uint16_t *scales, const int8_t *offsets, Part *totals) {
+    const uint16_t *scales, const float *minimums, Part *totals) {
     Numbers numbers[PIECE / 2 * VECTORS] __attribute__((aligned(LINE)));
     const int64_t num_groups = shape->in_size / shape->group_size;
     const int64_t num_strips = num_parts_of(num_rows, MICRO_ROWS);
@@ -108,7 +108,7 @@ static void NAME(add_many_rows)(
 #define UNPACKED(rows_of_strip)                                                              \
     case rows_of_strip:                                                                      \
         NAME(add_unpacked)(                                                                  \
-            shape, rows, rows_of_strip, numbers, size, scales, offsets, sums);               \
+            shape, rows, rows_of_strip, numbers, size, scales, minimums, sums);               \
         break;
                     EACH_HEIGHT(UNPACKED)
 #undef UNPACKED
@@ -117,7 +117,7 @@ static void NAME(add_many_rows)(
             x += size;
         }
         scales += TILE;
-        if (offsets) offsets += TILE;
+        if (minimums) minimums += TILE;
     }
 }
 
@@ -135,18 +135,18 @@ static void NAME(multiply)(
         const int64_t column = strip * VECTORS * WIDTH;
         const WORD *words = (const WORD *)weight->words + tile * tile_words + column;
         const uint16_t *scales = weight->scales + tile * tile_scales + column;
-        const int8_t *offsets =
-            weight->offsets ? weight->offsets + tile * tile_scales + column : 0;
+        const float *minimums =
+            weight->minimums ? weight->minimums + tile * tile_scales + column : 0;
         Part *sums = (Part *)(totals + column);
         switch (num_rows) {
 #define FEW_ROWS(rows)                                                                 \
     case rows:                                                                         \
-        NAME(add_few_rows)(shape, x, rows, words, scales, offsets, sums);              \
+        NAME(add_few_rows)(shape, x, rows, words, scales, minimums, sums);              \
         break;
             EACH_HEIGHT(FEW_ROWS)
 #undef FEW_ROWS
         default:
-            NAME(add_many_rows)(shape, x, num_rows, words, scales, offsets, sums);
+            NAME(add_many_rows)(shape, x, num_rows, words, scales, minimums, sums);
         }
     }
 }

@@ -13,6 +13,7 @@ import struct
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -341,6 +342,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     started_s = time.perf_counter()
+    # A warning would be a second line on standard error.
+    warnings.simplefilter("error")
     with tempfile.TemporaryDirectory() as folder:
         fuzz(200, -1, Path(folder))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -35,6 +35,7 @@ class _Part:
     numbers: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    minimums: torch.Tensor | None
     groups: torch.Tensor | None
 
 
@@ -59,6 +60,8 @@ class Int4Weight(StoredWeight):
         """`[out_size, in_size / group_size]` float32, after `finalize`."""
         self.zeros = torch.empty(0, dtype=torch.uint8, device=device)
         """`[out_size, in_size / group_size]` uint8, after `finalize`."""
+        self.minimums: torch.Tensor | None = None
+        """`[out_size, in_size / group_size]` float32, after `finalize`; without zeros then."""
         self.input_order: torch.Tensor | None = None
         """The input of each column of numbers, `[in_size]` int64, or None if they are in order."""
 
@@ -74,7 +77,9 @@ class Int4Weight(StoredWeight):
             num_groups = in_size // self._format.group_size
             groups = _divided(in_part, in_size, self._format.group_size)
         per_word = self._format.per_word
-        words_out = _divided(out_part, out_size, per_word)
+        # GGUF has words of inputs only.
+        is_gguf = self._format.packing == "gguf"
+        words_out = out_part if is_gguf else _divided(out_part, out_size, per_word)
         words_in = _divided(in_part, in_size, per_word)
 
         def shard(
@@ -96,6 +101,10 @@ class Int4Weight(StoredWeight):
             if part.zeros is not None:
                 yield shard(
                     "weight_zero_point", (out_words, num_groups), (words_out, groups), part.zeros
+                )
+            if part.minimums is not None:
+                yield shard(
+                    "weight_minimum", (out_size, num_groups), (out_part, groups), part.minimums, 0.0
                 )
             if self._format.packing == "compressed-tensors":
                 # The shape is known from config.json.
@@ -120,29 +129,42 @@ class Int4Weight(StoredWeight):
         self._parts.clear()
         self.input_order = self._common_order(parts)
         loaded = [self._unpacked(part) for part in parts]
-        self.numbers, self.scales, self.zeros = (
-            torch.cat(tensors) for tensors in zip(*loaded, strict=True)
-        )
+        tensors = [torch.cat(tensors) for tensors in zip(*loaded, strict=True)]
+        if self._format.has_minimums:
+            minimums = [part.minimums for part in parts if part.minimums is not None]
+            tensors.append(torch.cat(minimums))
         if self._order is not None:
-            self.numbers, self.scales, self.zeros = (
-                tensor[self._order] for tensor in (self.numbers, self.scales, self.zeros)
-            )
+            tensors = [tensor[self._order] for tensor in tensors]
+        self.numbers, self.scales, self.zeros = tensors[:3]
+        self.minimums = tensors[3] if self._format.has_minimums else None
         if self.input_order is not None:
             self.numbers = self.numbers[:, self.input_order]
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         shape = (*self.scales.shape, self.group_size)
         values = self.numbers.view(shape).float()
-        values.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
+        if self.minimums is None:
+            values.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
+        else:
+            values.mul_(self.scales.unsqueeze(2)).add_(self.minimums.unsqueeze(2))
         weight = values.view(self._size).to(dtype)
         if self.input_order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.input_order, weight)
 
+    def values_of_middle(self) -> torch.Tensor | None:
+        """Return the value of number 8 in each group, or None if all are 0."""
+        if self.minimums is not None:
+            return self.minimums + _MIDDLE * self.scales
+        if bool((self.zeros == _MIDDLE).all()):
+            return None
+        return (_MIDDLE - self.zeros.to(torch.int8)) * self.scales
+
     def _new_part(self, source: MatrixPart, num_rows: int) -> _Part:
         """Return uninitialized tensors for the checkpoint's tensors of some rows."""
         in_size, per_word = self._size[1], self._format.per_word
-        if num_rows % per_word or in_size % per_word or in_size % self.group_size:
+        has_rest = self._format.packing != "gguf" and num_rows % per_word
+        if has_rest or in_size % per_word or in_size % self.group_size:
             raise CheckpointError(
                 f"{source.name} has {num_rows} outputs and {in_size} inputs on each rank, but "
                 f"int{self._format.num_bits} weights need multiples of {per_word}, and of inputs "
@@ -160,11 +182,13 @@ class Int4Weight(StoredWeight):
         def words_of(shape: list[int]) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=self._device)
 
+        minimums = torch.empty(scales, device=self._device) if self._format.has_minimums else None
         return _Part(
             source=source,
             numbers=words_of(words),
             scales=torch.empty(scales, device=self._device),
             zeros=words_of(zeros) if self._format.has_zeros else None,
+            minimums=minimums,
             groups=words_of([in_size]) if packing == "gptq" else None,
         )
 

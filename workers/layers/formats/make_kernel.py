@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workers.layers.linear_kernel import LinearKernel
     from workers.layers.weight import Placement
 
-__all__ = ["make_format_kernel"]
+__all__ = ["CpuInt8Linear", "make_format_kernel"]
 
 _HOPPER = (9, 0)
 
@@ -42,12 +42,12 @@ def make_format_kernel(
     bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
     if isinstance(format, Int4Format):
         int4 = Int4Weight(format, out_size, in_size, device=device)
-        if format.num_bits == 4 and device.type == "cuda":
+        if format.num_bits == 4 and device.type == "cuda" and not format.has_minimums:
             # Triton is absent on machines without a GPU.
             from workers.layers.formats.int4_linear import GpuInt4Linear
 
             return GpuInt4Linear(int4, bias, device)
-        if format.num_bits == 4 and CpuInt4Linear.supports(dtype):
+        if format.num_bits == 4 and device.type == "cpu" and CpuInt4Linear.supports(dtype):
             return CpuInt4Linear(int4, bias, device)
         return DequantizedLinear(int4, bias, dtype=dtype, device=device)
     if isinstance(format, Int8Format):
@@ -114,8 +114,10 @@ class CpuInt4Linear(_CpuIntegerLinear):
     def finalize(self) -> None:
         super().finalize()
         int4 = self._int4
-        self._gemm = IntegerGemm(int4.numbers, int4.scales, int4.zeros, self.bias, num_bits=4)
+        middle = int4.values_of_middle()
+        self._gemm = IntegerGemm(int4.numbers, int4.scales, middle, self.bias, num_bits=4)
         int4.numbers = int4.scales = int4.zeros = torch.empty(0)
+        int4.minimums = None
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         order = self._int4.input_order

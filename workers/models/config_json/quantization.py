@@ -151,7 +151,12 @@ def _gguf(section: ConfigFile) -> Quantization:
     """Read the section that `workers.hub.gguf_folder` writes: the layers of each format."""
     formats: tuple[tuple[str, WeightFormat], ...] = (
         ("int4", Int4Format(packing="gguf", group_size=32, has_zeros=False)),
+        (
+            "int4_minimums",
+            Int4Format(packing="gguf", group_size=32, has_zeros=False, has_minimums=True),
+        ),
         ("int8", Int8Format(scales="group", group_size=32)),
+        ("int8_16", Int8Format(scales="group", group_size=16)),
     )
     rules = []
     for key, format in formats:

@@ -67,23 +67,25 @@ def _random(
     size: tuple[int, int, int],
     num_bits: Literal[4, 8],
     *,
-    has_zeros: bool = False,
+    has_minimums: bool = False,
     bias: torch.Tensor | None = None,
 ) -> Weight:
     out_size, in_size, group_size = size
-    scales = torch.rand(out_size, in_size // group_size).bfloat16()
-    zeros = None
+    scales = torch.rand(out_size, in_size // group_size).half()
+    minimums = None
     if num_bits == 4:
         numbers = torch.randint(0, 16, (out_size, in_size), dtype=torch.uint8)
-        middle = torch.full(scales.shape, 8, dtype=torch.uint8)
-        if has_zeros:
-            zeros = middle = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+        middle = 8
     else:
         numbers = torch.randint(-128, 128, (out_size, in_size), dtype=torch.int8)
-        middle = torch.zeros(scales.shape)
-    groups = numbers.double().view(*scales.shape, group_size) - middle.double().unsqueeze(2)
-    exact = (groups * scales.double().unsqueeze(2)).view(out_size, in_size)
-    return Weight(IntegerGemm(numbers, scales, zeros, bias, num_bits=num_bits), exact)
+        middle = 0
+    groups = (numbers.double() - middle).view(*scales.shape, group_size)
+    exact = groups * scales.double().unsqueeze(2)
+    if has_minimums:
+        minimums = 9 * torch.randn(scales.shape)
+        exact += minimums.double().unsqueeze(2)
+    gemm = IntegerGemm(numbers, scales, minimums, bias, num_bits=num_bits)
+    return Weight(gemm, exact.view(out_size, in_size))
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -91,13 +93,14 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("num_bits", "has_zeros"), [(4, False), (4, True), (8, False)])
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("has_minimums", [False, True])
 def test_gemm_equals_torch_for_any_number_of_rows(
-    num_bits: Literal[4, 8], has_zeros: bool, size: tuple[int, int, int]
+    num_bits: Literal[4, 8], has_minimums: bool, size: tuple[int, int, int]
 ) -> None:
     bias = 100 * torch.randn(size[0]).bfloat16()
-    plain = _random(size, num_bits, has_zeros=has_zeros)
-    biased = _random(size, num_bits, has_zeros=has_zeros, bias=bias)
+    plain = _random(size, num_bits, has_minimums=has_minimums)
+    biased = _random(size, num_bits, has_minimums=has_minimums, bias=bias)
     for num_rows in MANY_ROWS:
         # Rows that lie apart, with other values between them.
         x = torch.randn(num_rows, size[1] + 7).bfloat16()[:, 3:-4]
@@ -121,7 +124,7 @@ def test_gated_is_silu_of_one_half_times_the_other(
 
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_a_row_depends_neither_on_other_rows_nor_on_threads(num_bits: Literal[4, 8]) -> None:
-    gemm = _random((200, 512, 256), num_bits, has_zeros=num_bits == 4).gemm
+    gemm = _random((200, 512, 256), num_bits, has_minimums=True).gemm
     x = torch.randn(200, 512).bfloat16()
     alone = torch.cat([gemm(row) for row in x.split(1)])
     for num_rows in MANY_ROWS:
