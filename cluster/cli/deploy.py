@@ -21,7 +21,7 @@ from cluster.engine.engine_options import check_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import CheckpointError, StartupError
 from workers.hub.fetch import fetch_files, find_revision, side_files
-from workers.hub.locate import listed_weight_files
+from workers.hub.locate import gguf_file, gguf_shards, listed_weight_files
 from workers.hub.mirror import S3_SCHEME, Mirror, parse_location
 from workers.hub.model_name import HubName, parse_model
 
@@ -78,7 +78,7 @@ def fetch_command(model: str, *, folder: Path | None, is_waiting: bool) -> int:
 
 
 def fetch(model: str, settings: HubSettings) -> Path:
-    """Return the folder of a complete model. Raises CheckpointError."""
+    """Return the folder of a complete model, or its GGUF file. Raises CheckpointError."""
     return _fetch(_hub_name(model), settings)
 
 
@@ -145,6 +145,9 @@ def _hub_name(model: str) -> HubName:
 
 def _fetch(name: HubName, settings: HubSettings) -> Path:
     hub = find_revision(name, settings)
+    gguf = gguf_file(hub, name.quant)
+    if gguf is not None:
+        return fetch_files(hub, gguf_shards(hub, gguf), settings=settings) / gguf
     folder = fetch_files(hub, side_files(hub), settings=settings)
     fetch_files(hub, listed_weight_files(hub, folder), settings=settings)
     return folder

@@ -45,6 +45,18 @@ def test_a_job_that_runs_again_downloads_nothing(hub: SmallHub, settings: HubSet
     assert not hub.gets_of(_WEIGHTS)
 
 
+def test_all_shards_of_a_gguf_file_are_downloaded(hub: SmallHub, settings: HubSettings) -> None:
+    shards = {f"tiny-Q8_0-0000{number}-of-00002.gguf": bytes([number]) for number in (1, 2)}
+    hub.push("org/tiny-GGUF", {**shards, "tiny-Q4_0.gguf": b"other", "README.md": b""})
+    path = fetch("org/tiny-GGUF:Q8_0", settings)
+    assert path.name == "tiny-Q8_0-00001-of-00002.gguf"
+    assert {name: path.with_name(name).read_bytes() for name in shards} == shards
+    assert not hub.gets_of("tiny-Q4_0.gguf")
+    assert wait_for_model("org/tiny-GGUF:Q8_0", settings) == path
+    with pytest.raises(CheckpointError, match="needs the name of one GGUF file"):
+        fetch("org/tiny-GGUF", settings)
+
+
 @pytest.mark.parametrize(
     "fault",
     [Fault(_WEIGHTS, flips_byte=True), Fault(_WEIGHTS, times=20, status=403)],

@@ -167,8 +167,9 @@ def test_smollm2_answers_in_bfloat16() -> None:
             use_tqdm=False,
         )
         assert answer.outputs[0].text == "The capital of France is Paris."
-        # That of transformers in float32 is 3.56.
-        assert perplexity(llm, llm.get_tokenizer().encode(TEXT)) == pytest.approx(3.56, rel=0.02)
+        # Transformers has 16.25 in float32.
+        found = perplexity(llm, llm.get_tokenizer().encode(TEXT))
+    assert found == pytest.approx(16.25, rel=0.01)
 
 
 @pytest.mark.real
@@ -183,7 +184,7 @@ def test_gemma_equals_transformers(gemma: Path) -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("type_name", "largest_change"), [("BF16", 0.005), ("Q8_0", 0.01), ("Q4_0", 0.2)]
+    ("type_name", "largest_change"), [("BF16", 0.005), ("Q8_0", 0.01), ("Q4_0", 0.35)]
 )
 def test_formats_change_the_perplexity_little(
     type_name: str, largest_change: float, smollm2: Path, tmp_path: Path
@@ -195,10 +196,12 @@ def test_formats_change_the_perplexity_little(
         (tmp_path / name).write_bytes((smollm2 / name).read_bytes())
     path = tmp_path / f"{type_name}.gguf"
     write_gguf(path, tmp_path, "llama", type_name)
+    in_format = reference_perplexity(tmp_path, tokens)
     with local_llm(path, dtype="bfloat16", num_blocks=64, max_model_len=1024) as llm:
-        change = perplexity(llm, tokens) / exact - 1
-    print(f"{type_name}: {change:+.4f}")
-    assert abs(change) < largest_change
+        found = perplexity(llm, tokens)
+    print(f"{type_name}: {in_format / exact - 1:+.4f}, bfloat16 {found / in_format - 1:+.4f}")
+    assert abs(in_format / exact - 1) < largest_change
+    assert abs(found / in_format - 1) < 0.01
 
 
 @pytest.mark.real
@@ -300,11 +303,15 @@ def test_schemas_are_filled_with_the_right_values(server: ServerProcess) -> None
         }
         answer = ask(server, [user(question)], response_format=response_format)
         (choice,) = answer["choices"]
-        assert choice["finish_reason"] == "stop", question
-        found = json.loads(choice["message"]["content"])
+        text = choice["message"]["content"]
+        if choice["finish_reason"] == "length":
+            # A string without end.
+            wrong.append((question, text))
+            continue
+        found = json.loads(text)
         assert list(found) == list(properties)
         if found != expected:
-            wrong.append((question, found))
+            wrong.append((question, text))
     print(f"{50 - len(wrong)} of 50 schemas; wrong: {wrong}")
     assert len(wrong) <= 50 - 35
 

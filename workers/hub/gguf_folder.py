@@ -124,9 +124,7 @@ class _Fields:
         """Return an integer."""
         value = self.number(key, default)
         if not isinstance(value, int):
-            raise CheckpointError(
-                f"{self._path}: {self._prefix}.{key} must be an integer, not {value!r:.60}."
-            )
+            raise self.error(key, f"must be an integer, not {value!r:.60}")
         return value
 
     def number(self, key: str, default: float | None = None) -> Any:  # Any: int or float
@@ -136,18 +134,19 @@ class _Fields:
             # A value for each layer.
             value = value.tolist()[0]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(
-                f"{self._path}: {self._prefix}.{key} must be one number for all layers, not "
-                f"{value!r:.60}."
-            )
+            raise self.error(key, f"must be one number for all layers, not {value!r:.60}")
         # Such as 1e-5, which a float32 cannot represent.
         return value if isinstance(value, int) else float(f"{value:.7g}")
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """Return an error about a field."""
+        return CheckpointError(f"{self._path}: {self._prefix}.{key} {problem}.")
 
     def word(self, key: str, default: str) -> str:
         """Return a string."""
         value = self._metadata.get(f"{self._prefix}.{key}", default)
         if not isinstance(value, str):
-            raise CheckpointError(f"{self._path}: {self._prefix}.{key} must be a string.")
+            raise self.error(key, "must be a string")
         return value
 
 
@@ -197,9 +196,9 @@ def _config(model: GgufModel, fields: _Fields) -> dict[str, Any]:  # Any: JSON
     rotary_size = fields.integer("rope.dimension_count", config["head_dim"])
     if rotary_size != config["head_dim"]:
         if architecture != "phi3":
-            raise CheckpointError(
-                f"{model.path}: {architecture}.rope.dimension_count must be the size of a head, "
-                f"{config['head_dim']}, not {rotary_size}."
+            raise fields.error(
+                "rope.dimension_count",
+                f"must be the size of a head, {config['head_dim']}, not {rotary_size}",
             )
         config["partial_rotary_factor"] = rotary_size / max(1, config["head_dim"])
     _check_shapes(model, config)
@@ -334,6 +333,25 @@ def _no_more(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # A
     return {}
 
 
+def _gemma(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _granite(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    return {
+        "attention_multiplier": fields.number("attention.scale", 1.0),
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logits_scaling": fields.number("logit_scale", 1.0),
+    }
+
+
+def _olmo2(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
+    if fields.number("attention.sliding_window", 0):
+        raise fields.error("attention.sliding_window", "is that of OLMo-3, which is not supported")
+    return {}
+
+
 def _experts(config: Mapping[str, Any], fields: _Fields) -> dict[str, Any]:  # Any: JSON
     return {
         "num_local_experts": fields.integer("expert_count"),
@@ -393,13 +411,17 @@ def _query_scale(config: Mapping[str, Any], *, num_layers_of_27b: int) -> int:  
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[Mapping[str, Any], _Fields], dict[str, Any]]]]
 _ARCHITECTURES = {
+    "gemma": ("GemmaForCausalLM", "gemma", _gemma),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "granite": ("GraniteForCausalLM", "granite", _granite),
     "llama": ("LlamaForCausalLM", "llama", _no_more),
     "mixtral": ("MixtralForCausalLM", "mixtral", _experts),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", _olmo2),
     "phi3": ("Phi3ForCausalLM", "phi3", _phi3),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _no_more),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _no_more),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", _no_more),
 }
 """The architecture and model type in transformers, and further fields of config.json."""

@@ -39,16 +39,19 @@ _O200K = rf"{_CASED[0]}{_WORD}?|{_CASED[1]}{_WORD}?|\p{{N}}{{1,3}}|{_SLASHES}|{_
 # As published in the tokenizer.json of the models that these names stand for; None is the pattern
 # of GPT-2 with each digit by itself.
 _PATTERNS: Mapping[str, str | None] = {
+    "dbrx": _LLAMA3,
     "deepseek-r1-qwen": _QWEN2,
     "gpt-4o": _O200K,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": _QWEN2,
+    "refact": None,
     "smollm": None,
     "starcoder": None,
     "tekken": _TEKKEN,
 }
+_LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
 _NORMALIZED = ("deepseek-r1-qwen", "qwen2")
 """Vocabularies of texts in the composed form of Unicode."""
 
@@ -159,7 +162,7 @@ class _Vocabulary:
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, last]},
             "decoder": {**byte_level, "use_regex": True},
             # Llama 3 takes a word that is a token as it is.
-            "model": self._bpe(pairs, ignore_merges=pattern == _LLAMA3),
+            "model": self._bpe(pairs, ignore_merges=name in _LLAMA3_NAMES),
         }
 
     def _sentencepiece(self) -> dict[str, Any]:  # Any: JSON
@@ -229,9 +232,7 @@ class _Vocabulary:
     def _post_processor(self, *, adds_bos: bool) -> dict[str, Any] | None:  # Any: JSON
         ends: dict[str, str] = {}
         # llama.cpp adds the token to texts of Llama 3, whose files do not say so.
-        adds_bos = (
-            adds_bos or _PATTERNS.get(str(self._metadata.get("tokenizer.ggml.pre"))) == _LLAMA3
-        )
+        adds_bos = adds_bos or self._metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
         for name, default in (("bos", adds_bos), ("eos", False)):
             token_id = self._token_id(name)
             if self._flag(f"add_{name}_token", default=default) and token_id is not None:

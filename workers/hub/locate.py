@@ -26,6 +26,8 @@ __all__ = [
     "DownloadLine",
     "LocatedModel",
     "check_weights_listed",
+    "gguf_file",
+    "gguf_shards",
     "hub_dtype",
     "listed_weight_files",
     "locate_model",
@@ -73,8 +75,8 @@ def locate_model(
     if cache is not None:
         settings = HubSettings.from_environment(cache)
     hub = replace(find_revision(name, settings), cache=cache)
-    gguf = _gguf_file(hub, name.quant)
-    files = side_files(hub) if gguf is None else _gguf_shards(hub, gguf)
+    gguf = gguf_file(hub, name.quant)
+    files = side_files(hub) if gguf is None else gguf_shards(hub, gguf)
     if gguf is None and "config.json" not in files:
         raise CheckpointError(
             f"{name} has no config.json; a model must be a checkpoint in the format of "
@@ -91,7 +93,7 @@ def locate_model(
     return LocatedModel(folder if gguf is None else _gguf_folder(folder / gguf), hub, gguf)
 
 
-def _gguf_file(hub: HubRevision, quant: str | None) -> str | None:
+def gguf_file(hub: HubRevision, quant: str | None) -> str | None:
     """Return the GGUF file of a repository, the first if it is split, or None for another format.
 
     Raises CheckpointError if `quant` is a part of the names of no file or of several files.
@@ -116,7 +118,7 @@ def _gguf_file(hub: HubRevision, quant: str | None) -> str | None:
     return found[0]
 
 
-def _gguf_shards(hub: HubRevision, first: str) -> list[str]:
+def gguf_shards(hub: HubRevision, first: str) -> list[str]:
     """Return the names of all files of a model, of which `first` is the first."""
     match = GGUF_SHARD.search(first)
     if match is None:
@@ -204,7 +206,7 @@ def with_local_weights(
     if gguf is not None:
         path = Path(gguf)
         if hub is not None:
-            path = fetch_files(hub, _gguf_shards(hub, gguf), report_progress) / gguf
+            path = fetch_files(hub, gguf_shards(hub, gguf), report_progress) / gguf
         return replace(config, model=replace(config.model, folder=_gguf_folder(path)))
     assert hub is not None
     folder = fetch_files(hub, side_files(hub), report_progress)

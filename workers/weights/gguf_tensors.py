@@ -81,6 +81,10 @@ _SANDWICH = {
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",

@@ -41,9 +41,22 @@ SIZES = {
     "pad_token_id": 1,
 }
 TOKENS = ["<s>", "</s>", *sorted(bytes_to_unicode().values()), "th", "the", "\u0120the"]
+PAIRED = ("llama", "granite", "smollm3")
 MERGES = ["t h", "th e", "\u0120 the"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # Any: fields of all types
     "llama": ("Llama", {}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    # Every fourth layer has no rope.
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi3": ("Phi3", {"sliding_window": 9, "partial_rotary_factor": 0.75}),
     "qwen2": ("Qwen2", {}),
@@ -58,6 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # Any: fields of all types
             "norm_topk_prob": True,
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 64}),
     "gemma2": ("Gemma2", {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 9}),
     "gemma3": (
         "Gemma3Text",
@@ -129,7 +143,7 @@ def write_gguf(
             restored = gguf.quants.dequantize(rows, GGMLQuantizationType[its_type])
             values = restored.reshape(values.shape)
         dequantized[name] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-        if stored_name == "llama" and (match := re.search(r"\.([qk])_proj$", stem)):
+        if stored_name in PAIRED and (match := re.search(r"\.([qk])_proj$", stem)):
             key = "num_attention_heads" if match[1] == "q" else "num_key_value_heads"
             matrix = rows if len(rows.shape) == 2 else rows[:, None]
             rows = in_pairs(matrix, config[key]).reshape(rows.shape)
@@ -176,6 +190,11 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+    if architecture == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if num_experts := config.get("num_local_experts") or config.get("num_experts"):
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
