@@ -313,7 +313,7 @@ def test_schemas_are_filled_with_the_right_values(server: ServerProcess) -> None
         if found != expected:
             wrong.append((question, text))
     print(f"{50 - len(wrong)} of 50 schemas; wrong: {wrong}")
-    assert len(wrong) <= 50 - 35
+    assert len(wrong) <= 50 - 32
 
 
 def user(content: str) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def test_tools_are_called_with_the_right_arguments(server: ServerProcess) -> Non
         if found != expected:
             wrong.append((question, found))
     print(f"{20 - len(wrong)} of 20 tools; wrong: {wrong}")
-    assert len(wrong) <= 20 - 14
+    assert len(wrong) <= 20 - 18
 
 
 @pytest.mark.real
@@ -393,5 +393,5 @@ def test_lm_eval_scores_a_task(server: ServerProcess, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     scores = json.loads(done.stdout.splitlines()[-1])
     print(scores)
-    assert scores["chosen"] >= 0.7
-    assert scores["written"] >= 0.6
+    assert scores["chosen"] >= 0.9
+    assert scores["written"] >= 0.7
