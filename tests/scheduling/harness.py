@@ -372,7 +372,10 @@ class Harness:
         made = masked.make_masks(1.0)
         assert made.masks is None or made.masks.step == self._masked_step
         self.num_late += len(made.late)
-        self.worker.late_rows[masked.step] = {sequence.state.row for sequence in made.late}
+        # Others have lost their rows meanwhile, and their tokens are discarded.
+        self.worker.late_rows[masked.step] = {
+            sequence.state.row for sequence in made.late if isinstance(sequence.state, Placed)
+        }
         assert self.scheduler.apply_masks(made) == []
         self.check()
 
