@@ -291,6 +291,8 @@ class DecodeScheduler:
         self._memory = memory
         self._is_graph = is_graph
         self._scratch: DecodeScratch | None = None
+        self._latest: tuple[NDArray[np.int32], DecodeItems] | None = None
+        """Items that depend on these lengths alone."""
         self._pinned = PinnedRing(device)
         self._on_device = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -300,6 +302,9 @@ class DecodeScheduler:
         `seq_lens` is `[num_rows]`, 0 for padding, and `block_tables` `[num_rows, width]`.
         """
         num_rows, params = len(seq_lens), self._params
+        if self._latest is not None and np.array_equal(seq_lens, self._latest[0]):
+            # Another group of layers has the same lengths.
+            return self._latest[1]
         if self._is_graph and num_rows == 1 and self._division.rows_per_item > 1:
             # The kernel for one row per item is simpler.
             self._division = replace(self._division, rows_per_item=1)
@@ -312,7 +317,11 @@ class DecodeScheduler:
                 max_parts * params.num_heads * (params.head_size + 1),
                 num_rows * params.num_kv_heads,
             )
-        return DecodeItems(words, max_parts, self._scratch)
+        items_of_step = DecodeItems(words, max_parts, self._scratch)
+        # Without a window, rows may share keys, which depends on the block tables.
+        if params.sliding_window is not None:
+            self._latest = seq_lens, items_of_step
+        return items_of_step
 
     def _upload(self, items: NDArray[np.int32], num_rows: int) -> torch.Tensor:
         size, num_words = items.size, items.shape[1]

@@ -8,7 +8,7 @@ import torch
 
 from attention.abstract import AttentionInputs
 from attention.gpu.batch import GpuBatch, SubBatch
-from attention.gpu.decode_schedule import DecodeMemory
+from attention.gpu.decode_schedule import DecodeMemory, DecodeScheduler
 from attention.kernels.arguments import NewTokens
 from attention.params import AttentionParams, AttentionSpec
 
@@ -51,6 +51,8 @@ class LayerSet:
     """Whether plans are for a captured graph, which fixes shapes and addresses."""
     memory: DecodeMemory
     """Shared by all launches on the same stream."""
+    schedulers: dict[AttentionParams, DecodeScheduler]
+    """The schedulers of layers with windows, which groups of equal parameters share."""
 
 
 class LayerKernels(ABC):

@@ -23,7 +23,7 @@ from attention.abstract import (
 )
 from attention.cache import layers_of_shape
 from attention.gpu.batch import GpuBatch, GpuBatchUploader, SubBatch
-from attention.gpu.decode_schedule import DecodeMemory
+from attention.gpu.decode_schedule import DecodeMemory, DecodeScheduler
 from attention.gpu.layer_kernels import LayerCache, LayerKernels, LayerSet
 from attention.kernels.arguments import NewTokens, Rotary
 
@@ -210,9 +210,17 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
             (layer.plan_key, group)
             for layer, group in zip(spec.layers, spec.cache_groups, strict=True)
         ]
+        schedulers: dict[AttentionParams, DecodeScheduler] = {}
         kernels = {
             (params, group): self._make_kernels(
-                LayerSet(params=params, group=group, spec=spec, is_graph=is_graph, memory=memory)
+                LayerSet(
+                    params=params,
+                    group=group,
+                    spec=spec,
+                    is_graph=is_graph,
+                    memory=memory,
+                    schedulers=schedulers,
+                )
             )
             for params, group in dict.fromkeys(keys)
         }

@@ -64,12 +64,20 @@ class SharedKernels(LayerKernels):
             head_size=params.head_size,
             dtype=spec.dtype,
         )
-        division = decode_division(params, self._tuning, spec.block_size, spec.device)
-        self._scheduler = DecodeScheduler(
-            division, params, layers.memory, spec.device, is_graph=layers.is_graph
-        )
+        self._scheduler = layers.schedulers.get(params) or self._make_scheduler(layers)
         self._planned: tuple[SubBatch, DecodeItems] | None = None
         self._decode: PagedDecode | None = None
+
+    def _make_scheduler(self, layers: LayerSet) -> DecodeScheduler:
+        params, spec = layers.params, layers.spec
+        division = decode_division(params, self._tuning, spec.block_size, spec.device)
+        scheduler = DecodeScheduler(
+            division, params, layers.memory, spec.device, is_graph=layers.is_graph
+        )
+        # Without a window, rows of a group share prefixes in the blocks of the group.
+        if params.sliding_window is not None:
+            layers.schedulers[params] = scheduler
+        return scheduler
 
     @property
     def providers(self) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """Layers in groups with block tables of their own: no backend reads a block behind the window."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from attention.abstract import AttentionParams
 from attention.cpu.torch_sdpa import TorchSDPABackend
+from attention.gpu.decode_schedule import DecodeDivision
 from pagedray.layout import CacheGroup, CacheLayout
 from tests.attention.gpu_steps import check_graph_inputs
 from tests.attention.rig import Rig, params_of
@@ -84,6 +86,26 @@ def test_groups_of_the_shared_kernels_equal_the_dense_reference(name: str) -> No
 def test_graph_inputs_of_groups_follow_each_step(name: str) -> None:
     rig = shared_rig(name)
     check_graph_inputs(rig, rig.backend)
+
+
+def test_groups_of_one_window_share_the_schedule_of_their_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    divided: list[int | None] = []
+    items = DecodeDivision.items
+
+    def counted(division: DecodeDivision, *arguments: Any) -> Any:  # Any: of the method
+        divided.append(division.window)
+        return items(division, *arguments)
+
+    monkeypatch.setattr(DecodeDivision, "items", counted)
+    rig = shared_rig("unused places")
+    a, b = rig.sequence(), rig.sequence()
+    for _ in range(2):
+        rig.builder.build(rig.batch([], [a, b])).prepare_step()
+        rig.advance(a)
+        rig.advance(b)
+    assert divided == 2 * [6, None, 11]
 
 
 def shared_rig(name: str) -> Rig:
