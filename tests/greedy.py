@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.scheduling.stats import SchedulerStats
 from pagedray import LLM, SamplingParams
+from pagedray.layout import num_held_blocks
 from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
+from workers.models.families.registry import read_model_config
+from workers.models.self_attention import attention_spec
+from workers.parallel.group import SoloGroup
 
 NUM_TOKENS = 40
 NUM_TRIES = 20
 PROMPT_LENGTHS = (3, 17, 32, 41, 64, 70)
 LONGEST = max(PROMPT_LENGTHS) + NUM_TOKENS
+_FEW_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +88,13 @@ def checked_until_preempted(llm: LLM, truth: Truth, *counts: str) -> SchedulerSt
 
     Requests arrive while others run; on a busy machine they may arrive too late to compete.
     """
+    prompts, continuations = truth.prompts, truth.continuations
+    if windows_of(truth, 4) != (None,):
+        # Once sequences are longer than their windows, they hold few more blocks.
+        prompts = prompts[:1] * _FEW_TOKENS + prompts
+        continuations = continuations[:1] * _FEW_TOKENS + continuations
     for _ in range(NUM_TRIES):
-        assert generated(llm, truth.prompts) == truth.continuations
+        assert generated(llm, prompts) == continuations
         stats = settled_stats(llm)
         if any(getattr(stats, count) for count in counts):
             return stats
@@ -99,32 +110,67 @@ def settled_stats(llm: LLM) -> SchedulerStats:
         time.sleep(0.01)
 
 
+def windows_of(truth: Truth, block_size: int) -> tuple[int | None, ...]:
+    """Return the windows of the groups of layers of a model."""
+    config = read_model_config(truth.folder, dtype="float32")
+    spec = attention_spec(
+        config,
+        SoloGroup(),
+        block_size=block_size,
+        device=torch.device("cpu"),
+        max_seq_len=LONGEST,
+    )
+    return spec.grouped().group_windows
+
+
+def small_pool(
+    truth: Truth, *, block_size: int, num_spare: int, num_spare_windowed: int = 1
+) -> dict[str, Any]:  # Any: engine options of any type
+    """Return the options of a pool that holds little more than the longest sequence.
+
+    It has `num_spare` more blocks, or `num_spare_windowed` in each group of layers if some free
+    the blocks behind a window; then steps are small, since long chunks hold more blocks.
+    """
+    options = {"block_size": block_size, "max_model_len": LONGEST}
+    windows = windows_of(truth, block_size)
+    if windows == (None,):
+        return options | {"num_blocks": -(-LONGEST // block_size) + num_spare}
+    num_blocks = num_held_blocks(
+        LONGEST, windows=windows, block_size=block_size, step_tokens=_FEW_TOKENS
+    )
+    return options | {
+        "num_blocks": num_blocks + num_spare_windowed * len(windows),
+        "max_num_batched_tokens": _FEW_TOKENS,
+        "max_num_seqs": _FEW_TOKENS,
+    }
+
+
 def check_tiny_pool(
     open_llm: Callable[..., LLM], truth: Truth, *, block_size: int, preemption: str
 ) -> None:
     """Check continuations with a pool that holds little more than the longest sequence."""
     with open_llm(
         truth.folder,
-        block_size=block_size,
-        num_blocks=-(-LONGEST // block_size) + 3,
-        max_model_len=LONGEST,
-        num_cpu_blocks=64,
+        **small_pool(truth, block_size=block_size, num_spare=3),
+        num_cpu_blocks=256,
         preemption=preemption,
         enable_prefix_cache=False,
     ) as llm:
-        checked_until_preempted(llm, truth, f"num_{preemption}_preemptions")
+        widths = [window for window in windows_of(truth, block_size) if window is not None]
+        if widths and min(widths) < 2 * block_size:
+            # Sequences hold few more blocks than at their start.
+            assert generated(llm, truth.prompts) == truth.continuations
+        else:
+            checked_until_preempted(llm, truth, f"num_{preemption}_preemptions")
 
 
 def check_all_at_once(open_llm: Callable[..., LLM], truth: Truth) -> None:
     """Check continuations with chunks, prefix hits and both kinds of preemption."""
+    limits = {"max_num_batched_tokens": 11, "max_num_seqs": 5}
     with open_llm(
         truth.folder,
-        block_size=4,
-        num_blocks=-(-LONGEST // 4) + 5,
-        max_model_len=LONGEST,
-        num_cpu_blocks=9,
-        max_num_batched_tokens=11,
-        max_num_seqs=5,
+        **limits | small_pool(truth, block_size=4, num_spare=5),
+        num_cpu_blocks=9 * len(windows_of(truth, 4)),
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
         stats = checked_until_preempted(
@@ -136,14 +182,12 @@ def check_all_at_once(open_llm: Callable[..., LLM], truth: Truth) -> None:
 
 def check_disk_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, folder: Path) -> None:
     """Check continuations of prompts that were evicted to the disk and come back."""
+    # Room for one sequence, and for another one in the CPU pool.
+    options = small_pool(truth, block_size=4, num_spare=1, num_spare_windowed=9)
     with open_llm(
         truth.folder,
-        block_size=4,
-        # Room for one sequence, and for another one in the CPU pool.
-        num_blocks=-(-LONGEST // 4) + 1,
-        num_cpu_blocks=-(-LONGEST // 4) + 1,
-        max_num_seqs=1,
-        max_model_len=LONGEST,
+        **options | {"max_num_seqs": 1},
+        num_cpu_blocks=options["num_blocks"],
         preemption="swap",
         disk_cache_folder=str(folder),
         disk_cache_bytes=2**26,
@@ -162,14 +206,12 @@ def check_disk_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, folder: P
 
 def check_cpu_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, block_size: int) -> None:
     """Check continuations of prompts that were evicted to the CPU pool and come back."""
+    windows = windows_of(truth, block_size)
     with open_llm(
         truth.folder,
-        block_size=block_size,
         # Room for one sequence: the next one evicts its blocks.
-        num_blocks=-(-LONGEST // block_size) + 1,
-        num_cpu_blocks=256,
-        max_num_seqs=1,
-        max_model_len=LONGEST,
+        **small_pool(truth, block_size=block_size, num_spare=1) | {"max_num_seqs": 1},
+        num_cpu_blocks=256 * len(windows),
         preemption="swap",
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
@@ -179,4 +221,5 @@ def check_cpu_prefixes(open_llm: Callable[..., LLM], truth: Truth, *, block_size
     assert before.num_saved_blocks > 0
     num_restored = after.num_restored_blocks - before.num_restored_blocks
     num_full = sum((len(prompt) - 1) // block_size for prompt in truth.prompts)
-    assert num_restored > num_full // 2
+    # With windows, a hit needs few blocks.
+    assert num_restored > (num_full // 2 if windows == (None,) else 2)

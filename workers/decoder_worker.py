@@ -85,13 +85,14 @@ class DecoderWorker(Worker):
         config = with_stored_experts(with_stored_head(config))
         config = with_cache_format(config)
         super().__init__(config, group, device)
-        self._spec = attention_spec(
+        spec = attention_spec(
             config.model,
             group,
             block_size=config.cache.block_size,
             device=self._device,
             max_seq_len=config.max_model_len,
         )
+        self._spec = spec.grouped()
         self._backend = self._select_backend(self._spec)
         self._model: Decoder | None = Decoder(
             config.model, group, backend=self._backend, device=self._device

@@ -17,7 +17,9 @@ from tests.greedy import (
     checked_until_preempted,
     generated,
     local_llm,
+    small_pool,
     truth_of,
+    windows_of,
 )
 from tests.small_models.checkpoints import Case, class_name
 from tests.small_models.family_cases import ALL_CASES, MOE_CASES, SAMPLED_CASES
@@ -65,7 +67,7 @@ def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
     with local_llm(
         truth.folder,
         block_size=block_size,
-        num_blocks=256,
+        num_blocks=256 * len(windows_of(truth, block_size)),
         max_num_seqs=1,
         max_model_len=LONGEST,
     ) as llm:
@@ -102,10 +104,12 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
 
 
 def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
+    # Blocks behind windows are cached too, and evicted first.
+    is_uniform = windows_of(truth, 4) == (None,)
     with local_llm(
         truth.folder,
         block_size=4,
-        num_blocks=-(-LONGEST // 4) + 5,
+        num_blocks=-(-LONGEST // 4) + 5 if is_uniform else 1024,
         max_model_len=LONGEST,
         max_num_batched_tokens=11,
         max_num_seqs=5,
@@ -164,11 +168,8 @@ def check_two_ranks(truth: Truth, **options: Any) -> None:  # Any: engine option
         device="cpu",
         num_threads=1,
         show_progress=False,
-        block_size=4,
-        num_blocks=-(-LONGEST // 4) + 5,
-        max_model_len=LONGEST,
-        num_cpu_blocks=64,
-        max_num_batched_tokens=29,
+        **{"max_num_batched_tokens": 29} | small_pool(truth, block_size=4, num_spare=5),
+        num_cpu_blocks=256,
         preemption="swap",
         **options,
     ) as llm:

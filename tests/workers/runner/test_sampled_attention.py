@@ -1,7 +1,7 @@
 """The attention of the last layer for sampled tokens alone, against transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,15 +47,10 @@ class Rank:
         config = read_model_config(folder, dtype="float32")
         self.model = Decoder(config, group, backend=SharedBackend, device=DEVICE)
         load_weights(self.model, EngineConfig(model=config))
-        spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=DEVICE)
+        spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=DEVICE).grouped()
+        self.num_groups = len(spec.group_windows)
         self.builder = SharedBackend.make_metadata_builder(spec)
-        shape = SharedBackend.get_kv_cache_shape(
-            num_blocks=NUM_SEQUENCES * BLOCKS_PER_SEQUENCE,
-            num_layers=len(spec.layers),
-            block_size=BLOCK_SIZE,
-            num_kv_heads=spec.layers[0].num_kv_heads,
-            head_size=config.head_size,
-        )
+        shape = self.num_groups * NUM_SEQUENCES * BLOCKS_PER_SEQUENCE, *spec.block_shape
         self.cache = torch.zeros(shape, dtype=storage_dtype(spec.cache_dtype), device=DEVICE)
         self.sampled = SampledAttention(
             self.cache, self.builder, SharedBackend.make_metadata_builder(spec)
@@ -64,19 +59,23 @@ class Rank:
     @torch.inference_mode()
     def run(self, chunks: list[Chunk], *, samples_last_layer: bool) -> torch.Tensor:
         """Return the logits of the sampled tokens of a step; none are computed for no tokens."""
-        blocks = np.arange(NUM_SEQUENCES * BLOCKS_PER_SEQUENCE, dtype=np.int32)
-        tables = blocks[::-1].reshape(NUM_SEQUENCES, BLOCKS_PER_SEQUENCE)
+        blocks = np.arange(len(self.cache), dtype=np.int32)[::-1]
+        tables = blocks.reshape(self.num_groups, NUM_SEQUENCES, BLOCKS_PER_SEQUENCE)
         query_lens = np.array([chunk.stop - chunk.first for chunk in chunks], dtype=np.int32)
         positions = np.concatenate([np.arange(one.first, one.stop) for one in chunks])
         owners = np.repeat([chunk.sequence for chunk in chunks], query_lens)
-        batch = AttentionBatch(
-            num_prefills=int((query_lens > 1).sum()),
-            query_lens=query_lens,
-            seq_lens=np.array([chunk.stop for chunk in chunks], dtype=np.int32),
-            block_tables=tables[[chunk.sequence for chunk in chunks]],
-            slot_mapping=tables[owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-            + positions % BLOCK_SIZE,
+        slots = tables[:, owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+        first, *others = (
+            AttentionBatch(
+                num_prefills=int((query_lens > 1).sum()),
+                query_lens=query_lens,
+                seq_lens=np.array([chunk.stop for chunk in chunks], dtype=np.int32),
+                block_tables=tables[group][[chunk.sequence for chunk in chunks]],
+                slot_mapping=slots[group] + positions % BLOCK_SIZE,
+            )
+            for group in range(self.num_groups)
         )
+        batch = replace(first, other_groups=tuple(others))
         is_sampled = np.array([chunk.is_sampled for chunk in chunks])
         indices = torch.from_numpy(np.cumsum(query_lens)[is_sampled] - 1).to(DEVICE)
         inputs = StepInputs(

@@ -37,12 +37,24 @@ CONFIG = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
+WINDOWED = CONFIG | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 70,
+    "max_window_layers": 2,
+}
+"""Two groups of two layers."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    return save_config(CONFIG, tmp_path_factory.mktemp("llama"))
+
+
+def save_config(config: dict[str, Any], path: Path) -> Path:  # Any: numbers, strings and lists
+    (path / "config.json").write_text(json.dumps(config))
     save_word_tokenizer(path, VOCAB_SIZE)
     return path
 
@@ -64,7 +76,11 @@ def test_no_size_is_captured_for_zero_tokens() -> None:
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "torch_sdpa"])
-def test_graphs_give_the_tokens_and_the_cache_of_eager_steps(folder: Path, backend: str) -> None:
+@pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["uniform", "groups"])
+def test_graphs_give_the_tokens_and_the_cache_of_eager_steps(
+    config: dict[str, Any], tmp_path: Path, backend: str
+) -> None:
+    folder = save_config(config, tmp_path)
     eager, eager_pool = run_steps(folder, attention_backend=backend, max_graph_tokens=0)
     replayed, pool = run_steps(folder, attention_backend=backend)
     pairs = [
@@ -149,27 +165,28 @@ def run_steps(
     )
     worker = DecoderWorker(config, SoloGroup())
     worker.load_weights(lambda done, total: None)
-    worker.allocate_cache(1 + NUM_ROWS * BLOCKS_PER_ROW, 0)
+    num_groups = len(worker._spec.group_windows)
+    worker.allocate_cache(1 + NUM_ROWS * BLOCKS_PER_ROW * num_groups, 0)
     worker.warm_up()
     worker.capture_graphs(only_largest=only_largest)
     num_captured = 0
     while num_captured < num_next and worker.use_idle_time():
         num_captured += 1
     assert worker.use_idle_time() == (only_largest and num_captured == num_next)
-    outputs = [worker.launch(plan).output() for plan in mixed_plans()]
+    outputs = [worker.launch(plan).output() for plan in mixed_plans(num_groups)]
     assert worker._runner is not None
     pool = worker._runner._cache.device_pool.float().cpu()
     worker.close()
     return outputs, pool
 
 
-def mixed_plans() -> list[StepPlan]:
+def mixed_plans(num_groups: int) -> list[StepPlan]:
     """Return steps of prompts, whole and in chunks, beside decodes, until all rows are full.
 
     Rows start again in each step, so that what was sampled is replaced by given tokens.
     """
     chance = random.Random(0)
-    length = BLOCKS_PER_ROW * BLOCK_SIZE
+    length, num_blocks = BLOCKS_PER_ROW * BLOCK_SIZE, BLOCKS_PER_ROW * num_groups
     tokens = [[chance.randrange(2, VOCAB_SIZE) for _ in range(length)] for _ in range(NUM_ROWS)]
     prompts = [chance.choice((1, 2, 15, 64, 200, length - 5)) for _ in range(NUM_ROWS)]
     computed = [0] * NUM_ROWS
@@ -193,7 +210,7 @@ def mixed_plans() -> list[StepPlan]:
                 one.row,
                 pack_token_ids(tokens[one.row]),
                 prompts[one.row],
-                list(range(1 + one.row * BLOCKS_PER_ROW, 1 + (one.row + 1) * BLOCKS_PER_ROW)),
+                list(range(1 + one.row * num_blocks, 1 + (one.row + 1) * num_blocks)),
                 SamplingParams(temperature=0.0),
                 one.row,
                 0,
