@@ -16,8 +16,9 @@ from cluster.engine.ray_ranks import RayRanks
 from pagedray import LLM
 from pagedray.errors import EngineError
 from tests.fakes import wait_for
-from tests.greedy import LONGEST, Truth, generated, settled_stats, truth_of
+from tests.greedy import Truth, generated, settled_stats, small_pool, truth_of
 from tests.small_models.checkpoints import CASES, save_checkpoint
+from tests.small_models.family_cases import ALL_CASES
 from tests.system.engines import (
     kill_after_steps,
     open_group,
@@ -28,21 +29,20 @@ from tests.system.engines import (
 from tests.system.server_process import TINY_LLAMA
 from workers.parallel.rendezvous import GroupAddress
 
+WINDOWED = next(case for case in ALL_CASES if case.name == "gpt-oss-windows")
+
 
 @pytest.fixture
-def truth(tmp_path: Path) -> Truth:
-    return truth_of(CASES[0], tmp_path)
+def truth(request: pytest.FixtureRequest, tmp_path: Path) -> Truth:
+    return truth_of(getattr(request, "param", CASES[0]), tmp_path)
 
 
 def open_small_pool(truth: Truth, **options: Any) -> LLM:  # Any: engine options of any type
     """Return an engine whose device pool has room for one sequence."""
     return open_group(
         truth.folder,
-        block_size=4,
-        num_blocks=-(-LONGEST // 4) + 1,
-        num_cpu_blocks=256,
-        max_num_seqs=1,
-        max_model_len=LONGEST,
+        **small_pool(truth, block_size=4, num_spare=1) | {"max_num_seqs": 1},
+        num_cpu_blocks=512,
         preemption="swap",
         **options,
     )
@@ -56,9 +56,16 @@ def kill_last_rank(llm: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(1, {}), (2, {}), (1, {"spare_ranks": 1})],
-    ids=["one", "two", "spare"],
+    ("truth", "num_ranks", "options"),
+    [
+        (CASES[0], 1, {}),
+        (CASES[0], 2, {}),
+        (CASES[0], 1, {"spare_ranks": 1}),
+        (WINDOWED, 1, {}),
+        (WINDOWED, 2, {}),
+    ],
+    ids=["one", "two", "spare", "one-with-windows", "two-with-windows"],
+    indirect=["truth"],
 )
 def test_prefixes_outlive_a_rank_and_give_the_same_tokens(
     truth: Truth, num_ranks: int, options: dict[str, Any], ray_cluster: None
