@@ -99,6 +99,8 @@ def files_of(model: GgufModel) -> dict[str, str]:
     """Return the text of each file by its name."""
     fields = _Fields(model)
     config = _config(model, fields)
+    # Unknown tensors are refused before a folder is made.
+    model.entries()
     tokens = model.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > config["vocab_size"]:
         raise CheckpointError(

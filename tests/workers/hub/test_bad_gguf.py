@@ -66,6 +66,9 @@ BAD: dict[str, Callable[[], bytes]] = {
     "strings in 'tokenizer.ggml.tokens'": lambda: with_count(LLAMA, TOKENS, 2**60),
     "within another tensor": lambda: with_offset(LLAMA, b"blk.0.attn_norm.weight", 0),
     "ends at byte": lambda: with_offset(LLAMA, b"blk.0.attn_norm.weight", 2**60),
+    "'blk.0.attn_nirm.weight' is unknown in the architecture llama": lambda: with_words(
+        LLAMA, b"attn_norm", b"attn_nirm"
+    ),
     "layers": lambda: with_number(LLAMA, b"llama.block_count", integer(2**31)),
     "blk.1.attn_output.weight is missing": lambda: with_number(
         LLAMA, b"llama.block_count", integer(2)

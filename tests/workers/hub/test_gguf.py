@@ -94,7 +94,7 @@ def quantized(values: np.ndarray[Any, Any], name: str, random: np.random.Generat
     shape = (*values.shape[:-1], values.shape[-1] // block_size, block_bytes)
     blocks = random.integers(0, 256, shape, dtype=np.uint8)
     for place in SCALES[name]:
-        scales = random.uniform(1e-4, 6e-4, shape[:-1]).astype(np.float16)
+        scales = random.uniform(1e-5, 6e-5, shape[:-1]).astype(np.float16)
         blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
 
@@ -313,3 +313,25 @@ def test_weights_of_each_type_equal_their_dequantized_values(
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "llama"])
 def test_each_architecture_equals_transformers(tmp_path: Path, architecture: str) -> None:
     check_equal(tmp_path, architecture, "Q8_0")
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q4_K", "Q5_0", "Q6_K"])
+def test_kept_numbers_are_multiplied_in_bfloat16(tmp_path: Path, type_name: str) -> None:
+    folder = tmp_path / "transformers"
+    save_hf_model(folder, "Llama", {"tie_word_embeddings": True})
+    path = tmp_path / "model.gguf"
+    write_gguf(path, folder, "llama", type_name)
+    kept = GgufModel.read(path).kept_formats()
+    assert len(kept) == 2 * 7 + 1
+    assert "lm_head" in kept
+    prompt = list(range(60, 120))
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        with local_llm(path, dtype=dtype, num_blocks=64) as llm:
+            sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            positions = llm.generate([prompt], sampling, use_tqdm=False)[0].prompt_logprobs
+        assert positions is not None
+        pairs = zip(prompt[1:], positions[1:], strict=True)
+        found.append([position[token].logprob for token, position in pairs if position])
+    assert max(found[0]) - min(found[0]) > 0.5
+    assert found[1] == pytest.approx(found[0], abs=0.06)
