@@ -88,6 +88,24 @@ def test_graph_inputs_of_groups_follow_each_step(name: str) -> None:
     check_graph_inputs(rig, rig.backend)
 
 
+def test_advanced_steps_of_groups_equal_steps_that_are_uploaded() -> None:
+    rig = shared_rig("alternating")
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 3), (b, 14)])
+    batch = rig.batch([], [a, b])
+    step = rig.builder.build(batch)
+    step.prepare_step()
+    for _ in range(3):
+        step, batch = step.advance_step(), batch.advanced(rig.spec.block_size)
+        uploaded = rig.builder.alike().build(batch).prepare_step()
+        for ours, theirs in zip(step.prepare_step().groups, uploaded.groups, strict=True):
+            assert ours.slot_mapping.tolist() == theirs.slot_mapping.tolist()
+            assert ours.decodes is not None
+            assert theirs.decodes is not None
+            assert ours.decodes.seq_lens.tolist() == theirs.decodes.seq_lens.tolist()
+            assert ours.decodes.host_seq_lens.tolist() == theirs.decodes.host_seq_lens.tolist()
+
+
 def test_groups_of_one_window_share_the_schedule_of_their_decodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
