@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.costs import SwapCosts
-    from cluster.scheduling.device_tier import BlockKey, PromptKeys
+    from cluster.scheduling.device_tier import PromptKeys
     from pagedray.request import Request
 
 __all__ = ["Admitted", "KvManager", "KvOptions", "Refusal"]
@@ -462,19 +462,21 @@ class KvManager:
             num_tokens = sequence.num_computed
         blocks = sequence.blocks
         num_full, index = num_tokens // self.block_size, blocks.num_registered
-        is_uniform = self.groups.is_uniform
+        is_uniform, key_at = self.groups.is_uniform, self.finder.key_at
         while index < num_full:
-            key = self.finder.key_at(sequence, index)
             if not is_uniform:
-                self._register_entry(sequence, key, index)
-            elif device.add_block(key, blocks.ids[index]) and index < blocks.num_verified:
+                self._register_entry(sequence, index)
+            elif device.add_block(key_at(sequence, index), blocks.ids[index]) and (
+                index < blocks.num_verified
+            ):
                 device.mark_verified((blocks.ids[index],))
             index += 1
         sequence.note_registered(index, self.block_size)
 
-    def _register_entry(self, sequence: Sequence, key: BlockKey, index: int) -> None:
+    def _register_entry(self, sequence: Sequence, index: int) -> None:
         """Add the blocks of an entry to the prefix cache, except blocks that were released."""
         num_groups, blocks = self.groups.num_groups, sequence.blocks
+        key = self.finder.key_at(sequence, index)
         for group, block in enumerate(blocks.ids[index * num_groups : (index + 1) * num_groups]):
             is_added = block >= 0 and self.device.add_block(group_key(key, group), block)
             if is_added and index < blocks.num_verified:

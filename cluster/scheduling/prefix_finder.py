@@ -234,7 +234,8 @@ class PrefixFinder:
         if index == len(keys):
             first = index * self._block_size
             tokens = sequence.token_ids[first : first + self._block_size]
-            keys.append(self._device.key_after(self.parent_of(sequence, index), tokens))
+            parent = keys[-1].digest if keys else self.parent_of(sequence, 0)
+            keys.append(self._device.key_after(parent, tokens))
         return group_key(keys[index], group) if group else keys[index]
 
     def parent_of(self, sequence: Sequence, index: int) -> bytes:
