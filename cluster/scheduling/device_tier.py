@@ -122,7 +122,10 @@ class DeviceTier:
         `token_ids` are uint32.
         """
         token_bytes = token_ids.tobytes()
-        digest = self._digest(parent + token_bytes)
+        # As `_digest`, without a call for each block.
+        keyed_hash = self._keyed_hash.copy()
+        keyed_hash.update(parent + token_bytes)
+        digest = keyed_hash.digest()
         if self._invalidated:
             digest = self._invalidated.get(digest, digest)
         return BlockKey(digest, token_bytes)

@@ -72,6 +72,7 @@ class KvManager:
     """Owns the tiers of the prefix cache, and with them the pools."""
 
     __slots__ = (
+        "_key_at",
         "_swaps",
         "block_size",
         "cpu",
@@ -116,6 +117,7 @@ class KvManager:
             save=self.cpu.save_block,
         )
         self.finder = PrefixFinder(self.groups, self.device, self.cpu, block_size=self.block_size)
+        self._key_at = self.finder.key_at
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool
         self._swaps: deque[CopiedBlocks] = deque()
@@ -462,7 +464,7 @@ class KvManager:
             num_tokens = sequence.num_computed
         blocks = sequence.blocks
         num_full, index = num_tokens // self.block_size, blocks.num_registered
-        is_uniform, key_at = self.groups.is_uniform, self.finder.key_at
+        is_uniform, key_at = self.groups.is_uniform, self._key_at
         while index < num_full:
             if not is_uniform:
                 self._register_entry(sequence, index)
@@ -476,7 +478,7 @@ class KvManager:
     def _register_entry(self, sequence: Sequence, index: int) -> None:
         """Add the blocks of an entry to the prefix cache, except blocks that were released."""
         num_groups, blocks = self.groups.num_groups, sequence.blocks
-        key = self.finder.key_at(sequence, index)
+        key = self._key_at(sequence, index)
         for group, block in enumerate(blocks.ids[index * num_groups : (index + 1) * num_groups]):
             is_added = block >= 0 and self.device.add_block(group_key(key, group), block)
             if is_added and index < blocks.num_verified:

@@ -521,6 +521,7 @@ def make_watched_manager(*windows: int | None) -> tuple[KvManager, WatchedTier]:
     device = WatchedTier(kv)
     kv.device, kv.pool = device, device.pool
     kv.finder = PrefixFinder(kv.groups, device, kv.cpu, block_size=BLOCK_SIZE)
+    kv._key_at = kv.finder.key_at
     return kv, device
 
 
