@@ -15,11 +15,12 @@ from attention.abstract import AttentionSpec
 from attention.params import AttentionParams
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.config import EngineConfig
+from pagedray.layout import cache_layout
 from pagedray.node_memory import MemoryAddress, NodeMemory
 from tests.small_models.checkpoints import CASES, save_checkpoint
 from workers.runner.host_pool import HostPool
 from workers.runner.kv_cache import make_host_pool
-from workers.runner.persistent_pool import MappedPool, PoolOrigin
+from workers.runner.persistent_pool import MappedPool, PoolMapper, PoolOrigin
 
 ORIGIN = bytes(range(32))
 OTHER = bytes(range(1, 33))
@@ -107,6 +108,19 @@ def config(tmp_path: Path) -> EngineConfig:
 
 def origin(config: EngineConfig, *, layout: Sequence[object] = LAYOUT, rank: int = 0) -> bytes:
     return PoolOrigin(config, rank=rank).digest(layout)
+
+
+def test_a_pool_of_other_groups_of_layers_is_not_kept(
+    address: MemoryAddress, config: EngineConfig
+) -> None:
+    mapper = PoolMapper(config, address, rank=0)
+    both, alone = cache_layout([None, 7], 16), cache_layout([7, None], 16)
+    for groups, is_kept in ((None, False), (both, False), (both, True), (alone, False)):
+        pool = mapper.map_pool(*LAYOUT, groups=groups)
+        assert pool is not None
+        assert pool.is_former == is_kept
+        pool.confirm()
+        del pool
 
 
 def test_the_same_rank_of_the_same_model_has_the_same_origin(config: EngineConfig) -> None:
