@@ -130,6 +130,7 @@ SAMPLED = [22, 18, 17]
         # Layers without keys and values, and a norm of values.
         "gemma4-shared-embeddings",
         "gemma4-experts-keys-as-values",
+        "gemma4-wide-full-layers",
     ],
 )
 def test_sampled_tokens_are_those_of_transformers(
@@ -145,7 +146,8 @@ def test_sampled_tokens_are_those_of_transformers(
     torch.testing.assert_close(logits, reference_logits(tmp_path)[SAMPLED], rtol=1e-4, atol=1e-4)
     # The keys and values of all tokens are in the cache.
     assert torch.equal(rank.cache, whole.cache)
-    assert rank.cache[:, -1].count_nonzero() > 0
+    # Blocks of layers of two shapes may end with unused bytes.
+    assert rank.cache[:, -1 if rank.cache.dim() > 2 else 0].count_nonzero() > 0
 
 
 def test_layers_without_keys_and_values_compute_sampled_tokens_alone(tmp_path: Path) -> None:
