@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["CacheGroup", "CacheLayout", "cache_layout", "num_entries_before", "num_held_blocks"]
 
 _MAX_GROUPS = 16
+_LONG_CONTEXT = 32768
 _MAX_WASTE = 0.15
-"""Bytes of unused places, relative to the bytes of all layers, that need no search."""
+"""Bytes of unused places, relative to used places, that need no search."""
 _GROUP_COST = 0.02
 """Waste that is worth a group less: each group has a table in every step."""
 
@@ -117,11 +118,16 @@ def _block_bytes(kinds: Counter[tuple[int | None, int]]) -> int:
     if not kinds:
         return 1
     totals = [size * count for (_, size), count in kinds.items()]
+    # Of a long context, a window keeps only a part.
+    parts = [min(window or _LONG_CONTEXT, _LONG_CONTEXT) / _LONG_CONTEXT for window, _ in kinds]
 
     def cost(block_bytes: int) -> tuple[int, float]:
-        """Return the groups, and the waste, of blocks of a size."""
-        num_groups = sum(-(-total // block_bytes) for total in totals)
-        return num_groups, num_groups * block_bytes / sum(totals) - 1.0
+        """Return the groups, and the mean waste in short and in long contexts."""
+        counts = [-(-total // block_bytes) for total in totals]
+        short = sum(counts) * block_bytes / sum(totals)
+        held = sum(part * count for part, count in zip(parts, counts, strict=True)) * block_bytes
+        long = held / sum(part * total for part, total in zip(parts, totals, strict=True))
+        return sum(counts), (short + long) / 2.0 - 1.0
 
     step, smallest = math.lcm(*(size for _, size in kinds)), min(totals)
     if smallest % step == 0:

@@ -75,6 +75,22 @@ def test_layers_of_other_shapes_fill_blocks_of_equal_bytes() -> None:
     assert [len(group.layers) for group in groups] == [10, *[5] * 10]
 
 
+@pytest.mark.parametrize(
+    ("num_full", "full_kib", "num_windowed", "window_kib", "sizes"),
+    [
+        (5, 64, 25, 128, [5, *[3] * 8, 1]),  # Gemma-4-26B-A4B
+        (8, 32, 40, 128, [8, *[3] * 13, 1]),  # Gemma-4-12B
+    ],
+)
+def test_blocks_of_a_small_group_without_a_window_are_not_left_half_empty(
+    num_full: int, full_kib: int, num_windowed: int, window_kib: int, sizes: list[int]
+) -> None:
+    windows = windows_of(num_full, num_windowed, 1024)
+    kib = [full_kib if window is None else window_kib for window in windows]
+    groups = cache_layout(windows, 16, kib).groups
+    assert [len(group.layers) for group in groups] == sizes
+
+
 def brute_force(num_tokens: int, layout: CacheLayout, step_tokens: int) -> int:
     """Return the most blocks held while a sequence computes its tokens in equal steps."""
     most = 0
