@@ -18,12 +18,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pagedray import SamplingParams
 from pagedray.errors import CheckpointError
+from pagedray.weight_format import Int4Format
 from tests.downloads.small_hub import SmallHub
 from tests.greedy import local_llm
 from tests.small_models.checkpoints import greedy_continuations
 from workers.hub.gguf_folder import files_of
 from workers.hub.locate import locate_model
 from workers.hub.model_name import HubSettings
+from workers.layers.formats.int4_weight import Int4Weight
+from workers.layers.weight import MatrixPart
 from workers.weights.gguf_tensors import GgufModel
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -335,3 +338,16 @@ def test_kept_numbers_are_multiplied_in_bfloat16(tmp_path: Path, type_name: str)
         found.append([position[token].logprob for token, position in pairs if position])
     assert max(found[0]) - min(found[0]) > 0.5
     assert found[1] == pytest.approx(found[0], abs=0.06)
+
+
+def test_rows_beyond_the_vocabulary_are_zero() -> None:
+    format = Int4Format(packing="gguf", group_size=32, has_zeros=False, has_minimums=True)
+    weight = Int4Weight(format, 5, 32, device=torch.device("cpu"))
+    source = MatrixPart(name="lm_head", shape=(9, 32), part=(slice(5, 9), slice(None)))
+    for shard in weight.weight_shards(source, slice(0, 4)):
+        shard.target.fill_(1)
+    weight.finalize()
+    values = weight.dequantized(torch.float32)
+    assert values.shape == (5, 32)
+    assert values[:4].count_nonzero() == 4 * 32
+    assert not values[4].any()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from pagedray.errors import CheckpointError
 from workers.layers.formats.quantized_linear import StoredWeight
@@ -133,6 +134,9 @@ class Int4Weight(StoredWeight):
         if self._format.has_minimums:
             minimums = [part.minimums for part in parts if part.minimums is not None]
             tensors.append(torch.cat(minimums))
+        if num_padded := self._size[0] - len(tensors[0]):
+            # The last rank of an output head has fewer tokens; its other rows are 0.
+            tensors = [functional.pad(tensor, (0, 0, 0, num_padded)) for tensor in tensors]
         if self._order is not None:
             tensors = [tensor[self._order] for tensor in tensors]
         self.numbers, self.scales, self.zeros = tensors[:3]
