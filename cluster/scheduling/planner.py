@@ -55,7 +55,6 @@ class Planner:
     ) -> None:
         """Without a pace, steps may take any time."""
         self._kv = kv
-        self._append = kv.append
         self._pace = pace
         self._table = sequence_table
         self._max_num_tokens = config.limits().max_num_batched_tokens
@@ -154,7 +153,7 @@ class Planner:
         It gets a block if needed.
         """
         if sequence.num_computed == sequence.blocks.num_slots:
-            added = self._preemptor.make_room(sequence, self._append)
+            added = self._preemptor.make_room(sequence, self._kv.append)
             if added is None:
                 return False
             budget.draft.growing_rows.append(sequence.state.row)

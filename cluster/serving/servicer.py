@@ -260,7 +260,7 @@ class Servicer:
             call = entered or self._calls.enter_call(tenant, is_admitted=given.is_continued)
             try:
                 call.begin()
-                requests = await self.validator.validate(given)
+                requests = await self.validator.read_requests(given)
                 if self.validator.needs_grammar(requests):
                     # Other processes compile it, for seconds; the tenant's other calls go on.
                     call.end_turn()

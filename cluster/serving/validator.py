@@ -130,6 +130,13 @@ class Validator:
         return self.reasoning is not None and not self.reasoning.has_channels
 
     async def validate(self, given: GenerationInput) -> tuple[Request, ...]:
+        """Return one request for each prompt. Raises RequestError."""
+        requests = await self.read_requests(given)
+        if self.needs_grammar(requests):
+            requests = await self.with_grammar(requests, tenant=given.tenant)
+        return requests
+
+    async def read_requests(self, given: GenerationInput) -> tuple[Request, ...]:
         """Return one request for each prompt, without its grammar. Raises RequestError."""
         self.check_model(given.model)
         check_call(given)
