@@ -45,7 +45,7 @@ class LayerSet:
 
     params: AttentionParams
     group: int
-    """The group of all layers, from whose block tables they read."""
+    """The group of the layers, which names the block tables that the kernels read."""
     spec: AttentionSpec
     is_graph: bool
     """Whether plans are for a captured graph, which fixes shapes and addresses."""

@@ -368,16 +368,19 @@ async def test_rejections_are_delayed_only_while_a_call_is_open(
 ) -> None:
     slept: list[float] = []
 
+    pause = asyncio.sleep
+
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
+        await pause(0.01)
 
     calls = OpenCalls()
     monkeypatch.setattr(asyncio, "sleep", sleep)
     await calls.delay_rejection()
     assert slept == []
     calls.enter_call(BOB)
-    await asyncio.gather(*(calls.delay_rejection() for _ in range(3)))
-    assert slept == [0.05] * 3
+    await asyncio.gather(*(calls.delay_rejection() for _ in range(7)))
+    assert slept == pytest.approx([0.05] * 5 + [0.06, 0.07])
 
 
 def test_the_work_of_a_closed_call_is_freed_at_once() -> None:
