@@ -135,7 +135,6 @@ class FlashInferBackend(GpuBackend):
     builder_cls = FlashInferMetadataBuilder
     packages = {"flashinfer": "flashinfer-python", "triton": "triton"}  # noqa: RUF012
     oldest_capability = (8, 0)
-    largest_head_size = 256
 
 
 class HybridBackend(FlashInferBackend):

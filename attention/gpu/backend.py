@@ -71,7 +71,6 @@ class GpuBackend(AttentionBackend):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     oldest_capability: ClassVar[tuple[int, int] | None] = None
     """Compute capability that the GPU must have; None for any."""
-    largest_head_size: ClassVar[int | None] = None
 
     @classmethod
     def get_name(cls) -> str:
@@ -108,10 +107,6 @@ class GpuBackend(AttentionBackend):
         yield from cls._problems_of_device(spec.device)
         if spec.dtype not in cls.dtypes:
             yield f"dtype is {spec.dtype}, but must be {_alternatives(cls.dtypes)}"
-        largest = cls.largest_head_size
-        for head_size in sorted({layer.head_size for layer in spec.layers}):
-            if largest is not None and head_size > largest:
-                yield f"head_size is {head_size}, but must be at most {largest}"
 
     @classmethod
     def _problems_of_device(cls, device: torch.device) -> Iterator[str]:

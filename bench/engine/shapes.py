@@ -9,7 +9,9 @@ from typing import Any
 
 __all__ = ["LLAMA_8B", "SHAPES", "save_model"]
 
-_TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
+_ROOT = Path(__file__).resolve().parents[2]
+_TOKENIZER = _ROOT / "examples" / "tiny-llama"
+_PUBLISHED = _ROOT / "tests" / "workers" / "models" / "families" / "published"
 LLAMA_8B: dict[str, Any] = {  # Any: JSON values
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -124,7 +126,22 @@ _SMALL_GPT_OSS: dict[str, Any] = {  # Any: JSON values
     "num_local_experts": 8,
     "vocab_size": 4096,
 }
+
+
+def _published(name: str) -> dict[str, Any]:  # Any: JSON values
+    """Return the text part of a published config.json, by the name of its copy."""
+    config: dict[str, Any] = json.loads((_PUBLISHED / f"{name}.json").read_text())["config"]
+    text = config.get("text_config", config)
+    return {
+        **text,
+        "architectures": [_TEXT_CLASSES.get(text["model_type"], config["architectures"][0])],
+    }
+
+
+_TEXT_CLASSES = {"gemma4_text": "Gemma4ForCausalLM"}
 SHAPES = {
+    "gemma-4-26b-a4b": _published("gemma-4-26b-a4b"),
+    "gemma-4-31b": _published("gemma-4-31b"),
     "gpt-oss-120b": _GPT_OSS_120B,
     "gpt-oss-20b": _GPT_OSS_20B,
     "gpt-oss-20b-bf16": {**_GPT_OSS_20B, "quantization_config": None},
