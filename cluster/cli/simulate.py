@@ -24,6 +24,7 @@ from cluster.simulation.virtual_replica import VirtualReplica
 from cluster.simulation.workload import Workload, read_trace
 from pagedray.config import SchedulerConfig
 from pagedray.errors import StartupError
+from pagedray.layout import cache_layout
 
 if TYPE_CHECKING:
     import argparse
@@ -70,7 +71,14 @@ def simulate(parsed: argparse.Namespace) -> int:
 
 
 def _fleet(parsed: argparse.Namespace) -> Fleet:
+    windows = parsed.layer_windows or (None,)
+    layout = cache_layout(windows, parsed.block_size)
+    # A block of all layers has the memory of so many blocks of a group.
+    num_parts = len(windows) / max(len(group.layers) for group in layout.groups)
     cost = LLAMA_8B_H200 if parsed.cost in COSTS else read_step_cost(Path(parsed.cost))
+    cost = msgspec.structs.replace(
+        cost, block_out_s=cost.block_out_s / num_parts, block_in_s=cost.block_in_s / num_parts
+    )
     config = SchedulerConfig(
         max_num_seqs=parsed.max_num_seqs,
         max_num_batched_tokens=parsed.max_num_batched_tokens,
@@ -81,9 +89,10 @@ def _fleet(parsed: argparse.Namespace) -> Fleet:
     )
     kv = KvOptions(
         block_size=parsed.block_size,
-        num_blocks=parsed.num_blocks,
-        num_cpu_blocks=parsed.num_cpu_blocks,
-        num_disk_blocks=parsed.num_disk_blocks,
+        num_blocks=int(parsed.num_blocks * num_parts),
+        num_cpu_blocks=int(parsed.num_cpu_blocks * num_parts),
+        num_disk_blocks=int(parsed.num_disk_blocks * num_parts),
+        windows=layout.windows,
         enable_prefix_cache=not parsed.no_prefix_cache,
         enable_cpu_prefix_cache=not parsed.no_cpu_prefix_cache,
     )
@@ -93,7 +102,10 @@ def _fleet(parsed: argparse.Namespace) -> Fleet:
             kv,
             cost,
             max_model_len=parsed.max_model_len,
-            disk=VirtualDisk(read_s=parsed.disk_read_us / 1e6, write_s=parsed.disk_write_us / 1e6),
+            disk=VirtualDisk(
+                read_s=parsed.disk_read_us / 1e6 / num_parts,
+                write_s=parsed.disk_write_us / 1e6 / num_parts,
+            ),
         ),
         num_replicas=parsed.num_replicas,
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from cluster.cli.bench.flags import add_random_requests, add_request_rate
 from cluster.cli.flag import NotedFlag, count, flag_adder, number
 from cluster.simulation.step_cost import MOST_TOKENS
 from pagedray.config import LARGE_LIMITS, Preemption, SchedulerConfig, StepLimits
-
-if TYPE_CHECKING:
-    import argparse
 
 __all__ = ["COSTS", "add_simulate_flags", "set_sizes"]
 
@@ -23,6 +21,7 @@ The CPU blocks are a quarter of 128 GiB.
 _CONFIG = SchedulerConfig()
 _FILE_SIZES = (StepLimits(), 512)
 """The limits and the CPU blocks with a cost from a file, which may be of any device."""
+_MOST_LAYERS = 256
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +122,12 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     )
     add("--num-disk-blocks N: Number of blocks on a disk, for prefixes.", count(0, 10**8), 0)
     add("--block-size N: Tokens per block.", count(1, 256), 16)
+    add(
+        "--layer-windows LIST: Sliding windows of the layers, in tokens, separated by commas: 0 "
+        "for no window, and 30x1024 for 30 layers with a window of 1024. Numbers of blocks and "
+        "times per block are those of blocks of all layers. (default: no windows)",
+        _layer_windows,
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -155,6 +160,18 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         count(1, 10**12),
         _CONFIG.max_queued_tokens,
     )
+
+
+def _layer_windows(text: str) -> tuple[int | None, ...]:
+    """Return the window of each layer in a list such as `2x0,30x1024`."""
+    windows: list[int | None] = []
+    for item in text.split(","):
+        times, _, window = item.rpartition("x")
+        num_layers = count(1, _MOST_LAYERS)(times or "1")
+        windows += [count(0, MOST_TOKENS)(window) or None] * num_layers
+    if len(windows) > _MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"must have at most {_MOST_LAYERS} layers, not {text!r}")
+    return tuple(windows)
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -54,6 +54,33 @@ def test_replicas_share_the_load_and_keep_prefixes(capsys: pytest.CaptureFixture
     assert rates[1] > 1.2 * 120 / 200 * 512 / 532
 
 
+def test_layers_with_windows_use_as_many_blocks_as_their_queries_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(REQUEST.replace("4", "16000"))
+    flags = [f"--trace={tmp_path / 'trace.jsonl'}", "--num-blocks=2000", "--json"]
+    flags.append("--max-num-batched-tokens=160")
+    peaks = []
+    for windows in ([], ["--layer-windows=0"], ["--layer-windows=0,3x160"], ["--layer-windows=16"]):
+        assert main(["simulate", *flags, *windows]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["peak_kv_use"])
+    # The prompt has 1000 blocks. Each block of all layers has the memory of 4 blocks of a layer.
+    assert peaks == pytest.approx(
+        [1001 / 2000, 1001 / 2000, (1001 + 3 * 21) / 8000, 12 / 2000], rel=0.01
+    )
+
+
+def test_windows_that_no_query_reaches_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts=80", "--random-input-len=600", "--random-output-len=300", "--json"]
+    flags += ["--num-blocks=320", "--num-cpu-blocks=160", "--preemption=swap", "--no-prefix-cache"]
+    reports = []
+    for windows in ([], ["--layer-windows=2x0,2x100000"]):
+        assert main(["simulate", *flags, *windows]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0]["swap_preemptions"]
+    assert reports[1] == reports[0]
+
+
 def test_unset_sizes_are_those_of_a_server_on_the_device_of_the_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +148,14 @@ def test_bad_costs_are_rejected(
     assert main(["simulate", "--cost", str(cost)]) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert "is not a JSON file of the costs of steps" in message
+
+
+@pytest.mark.parametrize("windows", ["", "x", "0,", "2x", "-1", "1x2x3", "0x5", "256x0,1", "1e3"])
+def test_bad_windows_are_rejected(windows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", f"--layer-windows={windows}"])
+    assert ended.value.code == 2
+    assert "--layer-windows: must " in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
