@@ -70,6 +70,8 @@ class CacheSize:
     """The limits of steps, for which the pools leave memory."""
     groups: tuple[int | None, ...] = (None,)
     """The window of each group of layers with a block table of its own; None sees all tokens."""
+    state_blocks: int = 0
+    """Blocks that hold the recurrent states of a sequence; 0 if no layer has a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)

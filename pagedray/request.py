@@ -112,6 +112,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Reasoning | None = None
     """How the model's reasoning is marked, which the structure does not apply to; None if it does
     not reason or the prompt is not a conversation."""
+    anchors: tuple[int, ...] = ()
+    """Lengths of the prompt that later prompts are likely to repeat, at which recurrent states are
+    kept; empty is all of the prompt."""
     generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
     """The tokens that each sequence generated in another replica, None for an ended sequence; empty
     for a request that begins with its prompt. Never from a client.
