@@ -25,6 +25,8 @@ __all__ = [
     "LongContext",
     "ModelConfig",
     "NormKind",
+    "RecurrentConfig",
+    "RecurrentKind",
     "RopeConfig",
     "ScoreActivation",
     "ScoreHeadKind",
@@ -38,6 +40,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
+RecurrentKind = Literal["short_conv", "delta_rule", "mamba2"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ScoreHeadKind = Literal["roberta", "bert", "linear", "answer"]
 Task = Literal["generate", "embed", "score"]
@@ -129,6 +132,8 @@ class TensorNames:
     attention_output: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
     """The tensor of attention sinks itself, not a layer."""
+    recurrent: str = "linear_attn"
+    """The prefix of the tensors of a recurrent layer."""
     mlp_norm: str | None = "post_attention_layernorm"
     """The norm before the MLP, or None."""
     mlp_post_norm: str | None = None
@@ -209,6 +214,32 @@ class ExpertsConfig:
     """Columns of the MLP that every token passes in addition to its experts, or None."""
     is_expert_parallel: bool = False
     """Whether a rank has whole experts, instead of some columns of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig:
+    """The layers that have a recurrent state for each sequence, in place of keys and values.
+
+    All have a causal convolution, and all but short convolutions also a matrix for each head.
+    """
+
+    kind: RecurrentKind
+    layers: tuple[int, ...]
+    """The layers, ascending."""
+    conv_width: int
+    """Tokens that the convolution reads, the current token included."""
+    has_conv_bias: bool = False
+    has_bias: bool = False
+    """Whether the projections have biases."""
+    num_key_heads: int = 0
+    """Number of heads of queries and keys, of which adjacent heads of values share one."""
+    num_value_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    is_fused_by_head: bool = False
+    """Whether a checkpoint has one tensor of all projections, grouped by key heads."""
+    matrix_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +366,11 @@ class ModelConfig:
     """Keys that a query attends to, itself included, by layer; None is all."""
     layer_heads: tuple[LayerHeads, ...] = ()
     """Keys and values of each layer; empty if layers are alike."""
+    has_attention_gate: bool = False
+    """Whether the outputs of attention are multiplied by the sigmoid of a gate; the projection of
+    queries has the gate of each head behind its query."""
+    recurrent: RecurrentConfig | None = None
+    """The layers that are recurrent, or None."""
     layer_embedding: LayerEmbedding | None = None
     """The embedding of tokens by layer, or None."""
     mlp_sizes: tuple[int, ...] = ()
@@ -442,19 +478,34 @@ class ModelConfig:
         return LayerHeads(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
 
     @property
+    def has_states(self) -> bool:
+        """Whether sequences have a recurrent state."""
+        return self.recurrent is not None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return whether `layer` has a recurrent state in place of keys and values."""
+        return self.recurrent is not None and layer in self.recurrent.layers
+
+    @property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers with keys and values of their own."""
         layers = range(self.num_layers)
-        return tuple(layer for layer in layers if self.heads_of(layer).source is None)
+        return tuple(
+            layer
+            for layer in layers
+            if self.heads_of(layer).source is None and not self.is_recurrent(layer)
+        )
 
     @property
-    def cache_indices(self) -> tuple[int, ...]:
-        """The index in `cached_layers` of the layer whose keys and values each layer reads."""
-        cached = self.cached_layers
+    def cache_indices(self) -> tuple[int | None, ...]:
+        """The index in `cached_layers` of the layer whose keys and values each layer reads.
+
+        None for recurrent layers.
+        """
+        cached = {layer: index for index, layer in enumerate(self.cached_layers)}
         sources = [self.heads_of(layer).source for layer in range(self.num_layers)]
         return tuple(
-            cached.index(layer if source is None else source)
-            for layer, source in enumerate(sources)
+            cached.get(layer if source is None else source) for layer, source in enumerate(sources)
         )
 
     def mlp_size(self, layer: int) -> int:

@@ -401,14 +401,16 @@ def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:
     )
 
 
-def attention_work(spec: AttentionSpec, cache_indices: Iterable[int]) -> tuple[AttentionWork, ...]:
+def attention_work(
+    spec: AttentionSpec, cache_indices: Iterable[int | None]
+) -> tuple[AttentionWork, ...]:
     """Return the costs of attention in the layers of each window.
 
-    `cache_indices` has the entry of the spec that each layer of the model reads.
+    `cache_indices` has the entry of the spec that each layer of the model reads, or None.
     """
     token_bytes: dict[int | None, int] = defaultdict(int)
     pair_flop: dict[int | None, float] = defaultdict(float)
-    for layer in (spec.layers[index] for index in cache_indices):
+    for layer in (spec.layers[index] for index in cache_indices if index is not None):
         window = layer.sliding_window
         # Keys and values; and the scores of a query and the sum of the values.
         token_bytes[window] += 2 * layer.num_kv_heads * layer.head_size * spec.cache_dtype.itemsize

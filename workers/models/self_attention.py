@@ -126,9 +126,11 @@ class DecoderSelfAttention(CompositeLayer):
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
         self._is_source = any(heads.source == layer_index for heads in config.layer_heads)
+        index = config.cache_indices[layer_index]
+        assert index is not None
         self.layer = Attention(
             params,
-            layer_index=config.cache_indices[layer_index],
+            layer_index=index,
             backend=place.backend,
             sinks=self._sinks,
         )
