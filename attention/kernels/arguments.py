@@ -12,18 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "CHUNK_SIZE",
     "NUM_ITEM_WORDS",
     "DecodeItems",
     "DecodeScratch",
     "DeferredRMSNorm",
+    "DeltaGates",
     "ExpertWeights",
+    "GatedNorm",
     "NewTokens",
     "QuantizedRows",
     "Rotary",
+    "Segments",
     "SplitKPartials",
     "num_multiprocessors",
 ]
 
+CHUNK_SIZE = 64
+"""Tokens that recurrent layers compute at a time; a chunk begins at a multiple of it."""
 NUM_ITEM_WORDS = 4
 """Words of an item before its rows, and of each of its rows."""
 
@@ -192,6 +198,56 @@ class ExpertWeights:
             *(self.down, self.down_scales, self.down_bias),
         )
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segments:
+    """The tokens of a step by sequence, and where the state of each sequence is.
+
+    If each segment of several tokens begins at a multiple of `CHUNK_SIZE` of its sequence, results
+    do not depend on how a sequence was divided into segments, to the bit.
+    """
+
+    query_starts: torch.Tensor
+    """The first token of each segment, and the end of the last, `[num_segments + 1]` int32."""
+    rows: torch.Tensor
+    """The row of each segment in the states, `[num_segments]` int32, unique; -1 for padding, which
+    reads and writes no state and has results of 0."""
+    max_query_len: int
+    """An upper bound of the tokens of a segment; 1 is a decode."""
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Return the row, the first token and the end of each segment that has a row and tokens."""
+        starts = self.query_starts.tolist()
+        spans = zip(self.rows.tolist(), starts, starts[1:], strict=False)
+        return [(row, first, end) for row, first, end in spans if row >= 0 and first < end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeltaGates:
+    """The projections from which a gated delta rule computes its gates.
+
+    The logarithm of the decay is `-exp(a_log) * softplus(a + dt_bias)`, and beta is `sigmoid(b)`.
+    """
+
+    a: torch.Tensor
+    """`[num_tokens, num_value_heads]`; tokens may be strided, and so in `b`."""
+    b: torch.Tensor
+    a_log: torch.Tensor
+    """`[num_value_heads]` float32."""
+    dt_bias: torch.Tensor
+    """`[num_value_heads]` float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GatedNorm:
+    """A norm of each head, multiplied by a gate: `rms_norm(x) * weight * silu(z)`."""
+
+    z: torch.Tensor
+    """`[num_tokens, num_value_heads, head_size]`; tokens may be strided."""
+    weight: torch.Tensor
+    """`[head_size]`, shared by all heads."""
+    eps: float
 
 
 @cache

@@ -1,0 +1,185 @@
+"""Layers with recurrent state: causal convolutions and gated delta rules.
+
+Owns the choice of the kernels and their plain versions in torch. States are updated in place; the
+caller has zeroed the state of a new sequence. States are views `[num_rows, ...]` of a buffer: rows
+may be far apart, and each is contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.nn import functional
+
+from attention.kernels.arguments import CHUNK_SIZE
+
+if TYPE_CHECKING:
+    from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
+
+__all__ = ["causal_conv", "delta_rule", "gated_delta_rule"]
+
+_EPS = 1e-6
+"""Added to the sum of squares of queries and keys."""
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    segments: Segments,
+    activation: Literal["silu"] | None,
+) -> torch.Tensor:
+    """Return the causal depthwise convolution of each segment, `[num_tokens, num_channels]`.
+
+    `x` is `[num_tokens, num_channels]`, `weight` `[num_channels, width]`, with the weight of the
+    current token last, and `bias` `[num_channels]`. `states` are the last tokens before each
+    segment, `[num_rows, width - 1, num_channels]`, of the dtype of `x`.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    taps = weight.float().t()
+    for row, first, end in segments.spans():
+        inputs = torch.cat((states[row], x[first:end])).float()
+        sums = out[first:end]
+        if bias is not None:
+            sums += bias
+        # A grouped convolution of torch in bfloat16 takes many times as long on a CPU.
+        for offset, tap in enumerate(taps):
+            sums.addcmul_(inputs[offset : offset + end - first], tap)
+        if activation == "silu":
+            functional.silu(sums, inplace=True)
+        states[row] = inputs[end - first :]
+    return out.to(x.dtype)
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Return the gated delta rule of each segment, `[num_tokens, num_value_heads, value_size]`.
+
+    With normalized keys k and queries q, a token decays the state S by `exp(log_decay)`, adds
+    `beta * (v - S k) k^T` to it, and returns `S q / sqrt(key_size)`. `query` and `key` are
+    `[num_tokens, num_key_heads, key_size]`, `value` is `[num_tokens, num_value_heads, value_size]`;
+    adjacent value heads share a key head. `log_decay` and `beta` are `[num_tokens,
+    num_value_heads]` float32, and `states` `[num_rows, num_value_heads, value_size, key_size]`.
+    """
+    num_shared = value.shape[1] // key.shape[1]
+    query = _unit(query).mul_(key.shape[2] ** -0.5).repeat_interleave(num_shared, dim=1)
+    key = _unit(key).repeat_interleave(num_shared, dim=1)
+    inputs = query, key, value.float(), log_decay.unsqueeze(2), beta.unsqueeze(2)
+    out = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
+    last_tokens, last_rows = [], []
+    for row, first, end in segments.spans():
+        # A token that is alone in its chunk is computed as a decode would compute it.
+        is_last_alone = (end - first) % CHUNK_SIZE == 1
+        if is_last_alone:
+            last_tokens.append(end - 1)
+            last_rows.append(row)
+        if first < end - is_last_alone:
+            chunks = slice(first, end - is_last_alone)
+            out[chunks] = _delta_chunks(*(part[chunks] for part in inputs), state=states[row])
+    if last_tokens:
+        tokens = torch.tensor(last_tokens, device=value.device)
+        rows = torch.tensor(last_rows, device=value.device)
+        out[tokens] = _delta_step(*(part[tokens] for part in inputs), states=states, rows=rows)
+    return out.to(value.dtype)
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gates: DeltaGates,
+    norm: GatedNorm,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Compute the gates of a delta rule, and return the gated norm of its result."""
+    log_decay = -gates.a_log.float().exp() * functional.softplus(gates.a.float() + gates.dt_bias)
+    beta = gates.b.float().sigmoid()
+    out = delta_rule(query, key, value, log_decay, beta, states, segments).float()
+    normed = functional.rms_norm(out, norm.weight.shape, norm.weight.float(), norm.eps)
+    return (normed * functional.silu(norm.z.float())).to(value.dtype)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Return vectors of length one in float32."""
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+
+
+def _delta_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """Return the results of one token of each of some rows, `[num_tokens, num_heads, size]`."""
+    num_heads, *shape = states.shape[1:]
+    state = states[rows].float().view(-1, *shape)
+    query, key, value = (part.flatten(0, 1).unsqueeze(2) for part in (query, key, value))
+    state *= log_decay.exp().view(-1, 1, 1)
+    change = (value - state @ key).mul_(beta.view(-1, 1, 1))
+    state.baddbmm_(change, key.mT)
+    states[rows] = state.view(-1, num_heads, *shape).to(states.dtype)
+    return (state @ query).view(-1, num_heads, shape[0])
+
+
+def _delta_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return the results of a segment, `[num_tokens, num_heads, value_size]`, by chunks.
+
+    Within a chunk, the changes of all tokens are the solution of a triangular system, "Gated Delta
+    Networks" (Yang et al. 2024). Tokens of zeros fill the last chunk: they change nothing.
+    """
+    num_tokens = len(value)
+    parts = (query, key, value, log_decay, beta)
+    query, key, value, log_decay, beta = (_chunks(part) for part in parts)
+    decay = log_decay.cumsum(2)  # [num_heads, num_chunks, CHUNK_SIZE, 1]
+    is_later = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=key.device).triu_(1)
+    pairs = (decay - decay.mT).masked_fill_(is_later, float("-inf")).exp_()
+    weighted = key * beta
+    system = (weighted @ key.mT).mul_(pairs)
+    known = torch.cat((value * beta, weighted * decay.exp()), dim=3)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    from_values, from_state = solved.split((value.shape[3], key.shape[3]), dim=3)
+    seen = (query @ key.mT).mul_(pairs)
+    query = query * decay.exp()
+    last = decay[:, :, -1:]
+    key = key * (last - decay).exp()
+    last = last.exp()
+    out = torch.empty_like(value)
+    current = state.float()
+    for i in range(value.shape[1]):
+        changes = from_values[:, i] - from_state[:, i] @ current.mT
+        out[:, i] = query[:, i] @ current.mT + seen[:, i] @ changes
+        current = current * last[:, i] + changes.mT @ key[:, i]
+        # As where a segment ends, so that results do not depend on the ends.
+        current = current.to(state.dtype).float()
+    state.copy_(current)
+    return out.permute(1, 2, 0, 3).flatten(0, 1).narrow(0, 0, num_tokens)
+
+
+def _chunks(x: torch.Tensor) -> torch.Tensor:
+    """Return `[num_tokens, num_heads, size]` as `[num_heads, num_chunks, CHUNK_SIZE, size]`."""
+    missing = -len(x) % CHUNK_SIZE
+    padded = functional.pad(x, (0, 0, 0, 0, 0, missing))
+    return padded.view(-1, CHUNK_SIZE, *x.shape[1:]).permute(2, 0, 1, 3).contiguous()

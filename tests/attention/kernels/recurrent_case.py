@@ -1,0 +1,187 @@
+"""Inputs of recurrent layers, and their recurrences token by token in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch.nn import functional
+
+from attention.kernels.arguments import Segments
+from tests.attention.kernels.kernel_device import DEVICE
+
+NUM_ROWS = 9
+GARBAGE = 1e4
+"""In the buffer of states around the states of a layer, which no kernel may touch."""
+
+
+def segments_of(query_lens: list[int], rows: list[int]) -> Segments:
+    """Return the segments of these lengths, which follow each other."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    return Segments(
+        query_starts=starts.to(torch.int32).to(DEVICE),
+        rows=torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        max_query_len=max(query_lens),
+    )
+
+
+def state_view(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    """Return random states `[NUM_ROWS, *shape]` within a buffer of larger rows."""
+    size = torch.Size(shape).numel()
+    buffer = torch.full((NUM_ROWS, size + 64), GARBAGE, dtype=dtype, device=DEVICE)
+    view = buffer[:, 32 : 32 + size].view(NUM_ROWS, *shape)
+    return view.copy_(scale * torch.randn(NUM_ROWS, *shape))
+
+
+def has_untouched_surroundings(states: torch.Tensor) -> bool:
+    """Return whether the buffer around the states is as `state_view` has made it."""
+    stride, size = states.stride(0), states[0].numel()
+    buffer = states.as_strided((NUM_ROWS, stride), (stride, 1), 0)
+    around = torch.cat((buffer[:, :32], buffer[:, 32 + size :]), dim=1)
+    return bool((around == torch.tensor(GARBAGE, dtype=buffer.dtype)).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeltaCase:
+    """The arguments of a gated delta rule."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+    states: torch.Tensor
+    segments: Segments
+
+    @classmethod
+    def make(
+        cls,
+        query_lens: list[int],
+        rows: list[int],
+        *,
+        num_key_heads: int = 2,
+        num_value_heads: int = 4,
+        key_size: int = 16,
+        value_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Make random arguments; queries, keys and values are views of one matrix."""
+        num_tokens = sum(query_lens)
+        num_keys = num_key_heads * key_size
+        mixed = torch.randn(num_tokens, 2 * num_keys + num_value_heads * value_size)
+        mixed = mixed.to(dtype).to(DEVICE)
+        keys = mixed[:, : 2 * num_keys].unflatten(1, (2, num_key_heads, key_size))
+        # Decays from almost none to almost everything.
+        decay = -torch.exp(6 * torch.rand(num_tokens, num_value_heads, device=DEVICE) - 5)
+        return cls(
+            query=keys[:, 0],
+            # A common part makes keys alike, and the system of a chunk harder to solve.
+            key=keys[:, 1].add_(0.5),
+            value=mixed[:, 2 * num_keys :].unflatten(1, (num_value_heads, value_size)),
+            log_decay=decay,
+            beta=torch.rand(num_tokens, num_value_heads, device=DEVICE),
+            states=state_view(num_value_heads, value_size, key_size, dtype=state_dtype),
+            segments=segments_of(query_lens, rows),
+        )
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that have an entry for each token."""
+        return self.query, self.key, self.value, self.log_decay, self.beta
+
+    def run(self, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Return the results of an implementation, which updates the states."""
+        return rule(
+            self.query,
+            self.key,
+            self.value,
+            self.log_decay,
+            self.beta,
+            self.states,
+            self.segments,
+        )
+
+    def clone_states(self) -> "DeltaCase":
+        """Return the case with a copy of the states in a buffer of its own."""
+        states = state_view(*self.states.shape[1:], dtype=self.states.dtype)
+        return replace(self, states=states.copy_(self.states))
+
+    def part(self, first: int, end: int, row: int) -> "DeltaCase":
+        """Return a case of some tokens as one segment, with the same states."""
+        query, key, value, log_decay, beta = (part[first:end] for part in self.arguments)
+        return DeltaCase(
+            query=query,
+            key=key,
+            value=value,
+            log_decay=log_decay,
+            beta=beta,
+            states=self.states,
+            segments=segments_of([end - first], [row]),
+        )
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results and the states afterwards, token by token in float64."""
+        query, key, value, log_decay, beta = (part.double() for part in self.arguments)
+        num_shared = value.shape[1] // key.shape[1]
+        query, key = (part.repeat_interleave(num_shared, dim=1) for part in (query, key))
+        query, key = (
+            part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key)
+        )
+        out = torch.zeros_like(value)
+        states = self.states.double()
+        for row, first, end in self.segments.spans():
+            state = states[row]
+            for token in range(first, end):
+                state *= log_decay[token].exp()[:, None, None]
+                change = value[token] - torch.einsum("hvk,hk->hv", state, key[token])
+                change *= beta[token, :, None]
+                state += change[:, :, None] * key[token, :, None]
+                out[token] = torch.einsum("hvk,hk->hv", state, query[token])
+        return out * query.shape[2] ** -0.5, states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ConvCase:
+    """The arguments of a causal convolution."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    states: torch.Tensor
+    segments: Segments
+
+    @classmethod
+    def make(
+        cls,
+        query_lens: list[int],
+        rows: list[int],
+        *,
+        num_channels: int = 40,
+        width: int = 4,
+        has_bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Make random arguments; tokens are strided."""
+        x = torch.randn(sum(query_lens), num_channels + 8)[:, :num_channels]
+        return cls(
+            x=x.to(dtype).to(DEVICE),
+            weight=torch.randn(num_channels, width).to(dtype).to(DEVICE),
+            bias=torch.randn(num_channels).to(dtype).to(DEVICE) if has_bias else None,
+            states=state_view(width - 1, num_channels, dtype=dtype),
+            segments=segments_of(query_lens, rows),
+        )
+
+    def exact(self, activation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results and the states afterwards, in float64."""
+        out = torch.zeros_like(self.x, dtype=torch.float64)
+        states = self.states.double()
+        num_channels, width = self.weight.shape
+        weight = self.weight.double().unsqueeze(1)
+        bias = None if self.bias is None else self.bias.double()
+        for row, first, end in self.segments.spans():
+            inputs = torch.cat((states[row], self.x[first:end].double()))
+            sums = functional.conv1d(inputs.t(), weight, bias, groups=num_channels).t()
+            out[first:end] = functional.silu(sums) if activation == "silu" else sums
+            states[row] = inputs[len(inputs) - width + 1 :]
+        return out, states

@@ -1,0 +1,159 @@
+"""Convolutions and delta rules in torch, against recurrences in float64 and transformers."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNormGated,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from attention.kernels.arguments import DeltaGates, GatedNorm
+from attention.kernels.recurrent import causal_conv, delta_rule, gated_delta_rule
+from tests.attention.kernels.kernel_device import DEVICE
+from tests.attention.kernels.recurrent_case import (
+    ConvCase,
+    DeltaCase,
+    has_untouched_surroundings,
+    segments_of,
+)
+
+# Decodes, prefills, both together, and lengths around those of chunks.
+STEPS = [
+    ([1, 1, 1], [4, 0, 7]),
+    ([1, 1, 1], [4, -1, 7]),
+    ([200], [3]),
+    ([63, 64, 65], [0, 1, 2]),
+    ([129, 1, 70, 1, 2], [8, 3, -1, 5, 0]),
+]
+
+
+@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_convolutions_are_exact(
+    query_lens: list[int], rows: list[int], width: int, activation: Literal["silu"] | None
+) -> None:
+    torch.manual_seed(0)
+    case = ConvCase.make(query_lens, rows, width=width, has_bias=activation is None)
+    expected, states = case.exact(activation)
+    out = causal_conv(case.x, case.weight, case.bias, case.states, case.segments, activation)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(case.states.double(), states)
+    assert has_untouched_surroundings(case.states)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_convolution_in_bfloat16_is_rounded_once(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    case = ConvCase.make([5, 1], [0, 2], has_bias=has_bias, dtype=torch.bfloat16)
+    expected, states = case.exact("silu")
+    out = causal_conv(case.x, case.weight, case.bias, case.states, case.segments, "silu")
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(case.states.double(), states)
+
+
+@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
+@pytest.mark.parametrize(
+    ("num_key_heads", "num_value_heads", "key_size", "value_size"),
+    [(2, 4, 16, 16), (1, 3, 8, 20), (2, 2, 24, 12)],
+)
+def test_delta_rules_are_exact(
+    query_lens: list[int],
+    rows: list[int],
+    num_key_heads: int,
+    num_value_heads: int,
+    key_size: int,
+    value_size: int,
+) -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make(
+        query_lens,
+        rows,
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+    expected, states = case.exact()
+    out = case.run(delta_rule)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states.double(), states, rtol=1e-5, atol=1e-5)
+    assert has_untouched_surroundings(case.states)
+
+
+def test_states_in_bfloat16_are_rounded_at_each_step() -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make([1, 1], [3, 1], state_dtype=torch.bfloat16)
+    expected, states = case.exact()
+    out = case.run(delta_rule)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states.double(), states, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 130])
+def test_delta_rules_equal_those_of_transformers(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make([num_tokens], [2], key_size=8, value_size=24)
+    rule = torch_recurrent_gated_delta_rule if num_tokens == 1 else torch_chunk_gated_delta_rule
+    expected, state = rule(
+        *(part.unsqueeze(0) for part in case.arguments),
+        initial_state=case.states[2:3].mT,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    out = case.run(delta_rule)
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states[2], state[0].mT, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [[64, 193], [128, 192, 193], [64, 128, 192, 193], [192, 200]])
+def test_cuts_on_the_grid_give_equal_bits(ends: list[int], state_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = DeltaCase.make([ends[-1]], [2], state_dtype=state_dtype)
+    cut = whole.clone_states()
+    expected = whole.run(delta_rule)
+    parts = [cut.part(first, end, 2) for first, end in zip([0, *ends], ends, strict=False)]
+    results = [part.run(delta_rule) for part in parts]
+    assert torch.equal(torch.cat(results), expected)
+    assert torch.equal(cut.states, whole.states)
+
+
+def test_a_segment_does_not_depend_on_other_segments() -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make([65, 130, 7], [5, 0, 3])
+    alone = case.clone_states().part(65, 195, 0)
+    out = case.run(delta_rule)
+    assert torch.equal(alone.run(delta_rule), out[65:195])
+    assert torch.equal(alone.states[0], case.states[0])
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [70, 1]])
+def test_gates_and_norm_equal_those_of_transformers(query_lens: list[int]) -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make(query_lens, [0, 1])
+    num_tokens, num_heads, size = case.value.shape
+    a, b = 4 * torch.randn(2, num_tokens, num_heads, device=DEVICE)
+    a_log, dt_bias = torch.randn(2, num_heads, device=DEVICE)
+    z = torch.randn(num_tokens, num_heads, size, device=DEVICE)
+    reference = Qwen3NextRMSNormGated(size, eps=0.01).to(DEVICE)
+    reference.weight.data.normal_()
+    log_decay = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+    plain = replace(case.clone_states(), log_decay=log_decay, beta=b.sigmoid())
+    out = plain.run(delta_rule)
+    expected = reference(out.flatten(0, 1), z.flatten(0, 1)).view_as(out)
+    gates = DeltaGates(a=a, b=b, a_log=a_log, dt_bias=dt_bias)
+    norm = GatedNorm(z=z, weight=reference.weight.data, eps=0.01)
+    normed = gated_delta_rule(
+        case.query, case.key, case.value, gates, norm, case.states, case.segments
+    )
+    torch.testing.assert_close(normed, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states, plain.states, rtol=1e-5, atol=1e-5)
+
+
+def test_segments_without_tokens_or_a_row_have_no_span() -> None:
+    assert segments_of([2, 0, 3, 1], [4, 1, -1, 0]).spans() == [(4, 0, 2), (0, 5, 6)]
