@@ -49,15 +49,6 @@ class CacheLayout:
         """The window of each group."""
         return tuple(group.window for group in self.groups)
 
-    def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the blocks that a sequence of `num_tokens` holds at most, of all groups.
-
-        A step computes at most `step_tokens` of them.
-        """
-        return num_held_blocks(
-            num_tokens, windows=self.windows, block_size=self.block_size, step_tokens=step_tokens
-        )
-
 
 def num_held_blocks(
     num_tokens: int, *, windows: Sequence[int | None], block_size: int, step_tokens: int

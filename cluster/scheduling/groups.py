@@ -7,18 +7,19 @@ released while the sequence runs, and their places hold `NO_BLOCK`.
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pagedray.layout import num_entries_before, num_held_blocks
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
 __all__ = ["NO_BLOCK", "GroupTables"]
 
 NO_BLOCK = -1
 """The place of a block that was released, or that was not needed when the sequence started."""
+Table = TypeVar("Table", list[int], "array[int]")
 
 
 class GroupTables:
@@ -128,10 +129,10 @@ class GroupTables:
                     end, is_found = index - 1, False
         return end
 
-    def live_blocks(self, table: list[int]) -> list[int]:
+    def live_blocks(self, table: Table) -> Table:
         """Return the blocks of a table, without places of dead blocks."""
-        return [block for block in table if block >= 0] if self._windowed else table
-
-    def live_array(self, table: array[int]) -> array[int]:
-        """Return the blocks of a table, without places of dead blocks."""
-        return array("i", [block for block in table if block >= 0]) if self._windowed else table
+        if not self._windowed:
+            return table
+        live = table[:0]
+        live.extend(block for block in table if block >= 0)
+        return live

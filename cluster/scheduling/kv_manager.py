@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from cluster.scheduling.costs import TierPolicy
 from cluster.scheduling.device_tier import DeviceTier, group_key
 from cluster.scheduling.groups import NO_BLOCK, GroupTables
-from cluster.scheduling.prefix_finder import PrefixFinder
+from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import (
     FailedAdmission,
     Queued,
     Sequence,
     Swapped,
-    Waiting,
 )
 from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy
@@ -72,18 +71,17 @@ class KvManager:
     """Owns the tiers of the prefix cache, and with them the pools."""
 
     __slots__ = (
-        "_key_at",
         "_swaps",
         "block_size",
         "cpu",
         "cpu_pool",
         "device",
         "disk",
-        "finder",
         "groups",
         "num_hit_tokens",
         "num_queried_tokens",
         "pool",
+        "prefixes",
     )
 
     def __init__(self, options: KvOptions, *, costs: SwapCosts | None, max_num_tokens: int) -> None:
@@ -116,8 +114,9 @@ class KvManager:
             is_enabled=options.enable_prefix_cache,
             save=self.cpu.save_block,
         )
-        self.finder = PrefixFinder(self.groups, self.device, self.cpu, block_size=self.block_size)
-        self._key_at = self.finder.key_at
+        self.prefixes = PrefixCache(
+            self.groups, self.device, self.cpu, self.disk, block_size=self.block_size
+        )
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool
         self._swaps: deque[CopiedBlocks] = deque()
@@ -136,10 +135,6 @@ class KvManager:
         if self.disk is not None:
             self.disk.clear()
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of `num_tokens` holds at most."""
-        return self.groups.blocks_for(num_tokens)
-
     def hash_prompt(self, request: Request, prompt: array[int]) -> PromptKeys | None:
         """Return the keys of a long prompt, which take milliseconds; None if it is short.
 
@@ -151,21 +146,6 @@ class KvManager:
             prompt, block_size=self.block_size, tenant=request.tenant, salt=request.cache_salt
         )
 
-    def awaits_disk(self, sequence: Sequence, step: int) -> bool:
-        """Return whether a sequence should wait for blocks on the disk before it starts.
-
-        The plan of `step` reads them. A sequence waits for the disk only once, even if its blocks
-        are lost meanwhile, so that it starts eventually.
-        """
-        if self.disk is None:
-            return False
-        waiting = sequence.state
-        assert isinstance(waiting, Waiting)
-        if waiting.disk_read is None:
-            waiting.disk_read = self.finder.begin_disk_read(sequence, self.disk, step)
-        read_step = waiting.disk_read.step
-        return read_step is not None and read_step > self.disk.read_step
-
     def admit(
         self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
     ) -> Admitted | Refusal:
@@ -175,21 +155,17 @@ class KvManager:
         at least one known token is always left to compute. The plan of `step` has the copies that
         the sequence awaits.
         """
-        if self.awaits_disk(sequence, step):
+        if self.prefixes.awaits_disk(sequence, step):
             return Refusal.AWAITS_DISK
-        num_blocks = self.groups.blocks_for(num_tokens)
-        if self._still_fails(sequence, num_needed=num_blocks + num_spare):
+        num_needed = self.groups.blocks_for(num_tokens) + num_spare
+        if self._still_fails(sequence, num_needed=num_needed):
             return Refusal.NO_ROOM
-        num_shareable = self.finder.num_shareable(sequence)
-        hits = self.finder.find_blocks(sequence, num_shareable)
-        live = self.groups.live_blocks(hits)
-        num_in_use = self.pool.num_in_use(live)
-        if num_blocks + num_spare - num_in_use > self.pool.num_free:
-            self._note_failure(sequence, num_shareable, hits, num_shared=num_in_use)
+        num_shareable = self.prefixes.num_shareable(sequence)
+        hits = self.prefixes.find_blocks(sequence, num_shareable)
+        if not self._share_hits(sequence, hits, num_shareable, num_needed=num_needed):
             return Refusal.NO_ROOM
-        self.pool.share_all(live)
         if self.cpu.is_enabled and len(hits) < num_shareable * self.groups.num_groups:
-            hits = self.finder.load_blocks(
+            hits = self.prefixes.load_blocks(
                 sequence, hits, num_shareable, num_tokens=num_tokens, num_spare=num_spare
             )
         num_cached = len(hits) // self.groups.num_groups
@@ -224,7 +200,7 @@ class KvManager:
         for group, dead in enumerate(num_dead):
             for entry in range(donor.blocks.num_dead[group], dead):
                 shared[entry * num_groups + group] = NO_BLOCK
-        self.pool.share_owned(self.groups.live_array(shared))
+        self.pool.share_owned(self.groups.live_blocks(shared))
         targets = self.pool.allocate_all(num_groups)
         sequence.num_computed = last_position
         self._hold_blocks(
@@ -300,7 +276,7 @@ class KvManager:
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, in both pools."""
         # The end of a prefix is useless without its beginning, so it is evicted first.
-        self.pool.release_all(self.groups.live_array(sequence.blocks.ids))
+        self.pool.release_all(self.groups.live_blocks(sequence.blocks.ids))
         for block in sequence.blocks.reserved_ids:
             self.pool.release(block)
         if isinstance(sequence.state, Swapped):
@@ -357,10 +333,7 @@ class KvManager:
         table = sequence.blocks.ids[num_shared * self.groups.num_groups :].tolist()
         sources = self.groups.live_blocks(table)
         targets = self.cpu_pool.allocate_all(len(sources))
-        for source, target in zip(sources, targets, strict=True):
-            self.pool.pin(source)
-            self.cpu_pool.pin(target)
-        self._swaps.append(CopiedBlocks(step, sources, targets))
+        self._pin_copied(step, sources, targets)
         self.release(sequence)
         copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
         cpu_ids = _filled(table, targets)
@@ -377,28 +350,21 @@ class KvManager:
         """
         swapped = sequence.state
         assert isinstance(swapped, Swapped)
-        num_needed = self.blocks_for(num_tokens) + num_spare
+        num_needed = self.groups.blocks_for(num_tokens) + num_spare
         if self._still_fails(sequence, num_needed=num_needed):
             return Refusal.NO_ROOM
-        num_shareable = self.finder.num_shareable(sequence)
+        num_shareable = self.prefixes.num_shareable(sequence)
         num_groups = self.groups.num_groups
-        hits = self.finder.find_swapped(sequence, num_shareable)
+        hits = self.prefixes.find_swapped(sequence, num_shareable)
         if len(hits) < swapped.num_unswapped * num_groups:
             self.release(sequence)
             return Refusal.LOST
-        live = self.groups.live_blocks(hits)
-        num_in_use = self.pool.num_in_use(live)
-        if num_needed - num_in_use > self.pool.num_free:
-            self._note_failure(sequence, num_shareable, hits, num_shared=num_in_use)
+        if not self._share_hits(sequence, hits, num_shareable, num_needed=num_needed):
             return Refusal.NO_ROOM
-        self.pool.share_all(live)
         table = swapped.cpu_ids[len(hits) - swapped.num_unswapped * num_groups :]
         sources = self.groups.live_blocks(table)
         targets = self.pool.allocate_all(len(sources))
-        for source, target in zip(sources, targets, strict=True):
-            self.cpu_pool.pin(source)
-            self.pool.pin(target)
-        self._swaps.append(CopiedBlocks(step, targets, sources))
+        self._pin_copied(step, targets, sources)
         num_registered = len(hits) // num_groups
         num_verified = self.device.num_verified(hits) // num_groups
         if num_verified == num_registered or num_verified > sequence.blocks.num_verified:
@@ -413,10 +379,18 @@ class KvManager:
         )
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
+    def _pin_copied(self, step: int, block_ids: list[int], cpu_block_ids: list[int]) -> None:
+        """Keep blocks that the plan of `step` copies until it is acknowledged."""
+        for block in block_ids:
+            self.pool.pin(block)
+        for block in cpu_block_ids:
+            self.cpu_pool.pin(block)
+        self._swaps.append(CopiedBlocks(step, block_ids, cpu_block_ids))
+
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
         """Return how many blocks a queued sequence lacks, beyond free blocks and transit."""
         assert isinstance(sequence.state, Queued)
-        num_needed = self.blocks_for(num_tokens) + num_spare
+        num_needed = self.groups.blocks_for(num_tokens) + num_spare
         failure = sequence.state.failure
         if failure is not None:
             num_needed -= failure.num_shared
@@ -454,84 +428,6 @@ class KvManager:
             self._swaps.append(CopiedBlocks(step, targets, [copy.source for copy in loads]))
         return self.cpu.take_copies(step) if self.cpu.is_enabled else [], loads
 
-    def register_blocks(self, sequence: Sequence) -> None:
-        """Add blocks that are full of known, computed tokens to the prefix cache."""
-        device = self.device
-        if not device.is_enabled:
-            return
-        num_tokens = len(sequence.token_ids)
-        if num_tokens > sequence.num_computed:
-            num_tokens = sequence.num_computed
-        blocks = sequence.blocks
-        num_full, index = num_tokens // self.block_size, blocks.num_registered
-        is_uniform, key_at = self.groups.is_uniform, self._key_at
-        while index < num_full:
-            if not is_uniform:
-                self._register_entry(sequence, index)
-            elif device.add_block(key_at(sequence, index), blocks.ids[index]) and (
-                index < blocks.num_verified
-            ):
-                device.mark_verified((blocks.ids[index],))
-            index += 1
-        sequence.note_registered(index, self.block_size)
-
-    def _register_entry(self, sequence: Sequence, index: int) -> None:
-        """Add the blocks of an entry to the prefix cache, except blocks that were released."""
-        num_groups, blocks = self.groups.num_groups, sequence.blocks
-        key = self._key_at(sequence, index)
-        for group, block in enumerate(blocks.ids[index * num_groups : (index + 1) * num_groups]):
-            is_added = block >= 0 and self.device.add_block(group_key(key, group), block)
-            if is_added and index < blocks.num_verified:
-                self.device.mark_verified((block,))
-
-    def take_back(self, sequence: Sequence) -> None:
-        """Mark the last known token as not computed, so that a later plan computes it again.
-
-        Its block must not have been shared since it was computed, and is not shared until then.
-        """
-        sequence.num_computed -= 1
-        blocks, index = sequence.blocks, sequence.num_computed // self.block_size
-        if index >= blocks.num_registered:
-            return
-        num_groups = self.groups.num_groups
-        entry = blocks.ids[index * num_groups : (index + 1) * num_groups]
-        for group, block in enumerate(entry):
-            if self.device.find_block(group_key(blocks.keys[index], group)) == block:
-                self.device.forget_block(block)
-        sequence.note_registered(index, self.block_size)
-
-    def mark_verified(self, sequence: Sequence) -> None:
-        """Record that the logits that gave a sequence its last token were finite."""
-        blocks = sequence.blocks
-        if blocks.unverified:
-            self.device.mark_released(blocks.unverified)
-            blocks.unverified = []
-        if blocks.num_verified >= blocks.num_registered:
-            return
-        num_full = (len(sequence.token_ids) - 1) // self.block_size
-        num_groups, end = self.groups.num_groups, min(num_full, blocks.num_registered)
-        verified = blocks.ids[blocks.num_verified * num_groups : end * num_groups]
-        self.device.mark_verified(verified)
-        blocks.num_verified += len(verified) // num_groups
-
-    def forget_blocks(self, sequence: Sequence) -> None:
-        """Remove a sequence's blocks from every tier, because its logits were not finite.
-
-        Look up blocks by key: the sequence may have released them. Blocks that other sequences
-        computed on top of unverified blocks are not found any more either.
-        """
-        keys, first = sequence.blocks.keys, sequence.blocks.num_verified
-        every_group = range(self.groups.num_groups)
-        for key in [group_key(key, group) for key in keys for group in every_group]:
-            self.cpu.forget_key(key)
-            if self.disk is not None:
-                self.disk.forget_key(key)
-            block = self.device.find_block(key)
-            if block is not None:
-                self.device.forget_block(block)
-        if first < len(keys):
-            self.device.invalidate_key(self.finder.parent_of(sequence, first), keys[first])
-
     def _hold_blocks(
         self,
         sequence: Sequence,
@@ -566,7 +462,7 @@ class KvManager:
         blocks, num_groups = sequence.blocks, self.groups.num_groups
         if sequence.has_sampled:
             # The blocks may stay cached in the CPU pool.
-            self.mark_verified(sequence)
+            self.prefixes.mark_verified(sequence)
         num_released = 0
         for group, dead in enumerate(self.groups.num_dead(sequence.num_computed)):
             for index in range(blocks.num_dead[group], dead):
@@ -582,11 +478,19 @@ class KvManager:
         num_reserved = min(num_released, num_wanted, self.pool.num_free)
         blocks.reserved_ids += self.pool.allocate_all(max(0, num_reserved))
 
-    def _note_failure(
-        self, sequence: Sequence, num_shareable: int, hits: list[int], *, num_shared: int
-    ) -> None:
-        """Note that too few blocks are free to share `num_shared` blocks of the table `hits`."""
+    def _share_hits(
+        self, sequence: Sequence, hits: list[int], num_shareable: int, *, num_needed: int
+    ) -> bool:
+        """Own the blocks of the table `hits` if there is room for `num_needed` with them.
+
+        Otherwise note the failure, and return False.
+        """
         assert isinstance(sequence.state, Queued)
+        live = self.groups.live_blocks(hits)
+        num_shared = self.pool.num_in_use(live)
+        if num_needed - num_shared <= self.pool.num_free:
+            self.pool.share_all(live)
+            return True
         num_found, next_key, num_more = len(hits) // self.groups.num_groups, None, 0
         if not self.groups.is_uniform:
             num_more = self.groups.num_seen(num_found, num_shareable)
@@ -599,6 +503,7 @@ class KvManager:
             self.device.revision,
             num_more,
         )
+        return False
 
     def _still_fails(self, sequence: Sequence, *, num_needed: int) -> bool:
         """Return whether there is certainly no room yet, in O(1).

@@ -296,7 +296,7 @@ class Planner:
             with Blame(head):
                 if self._kv.find_donor(head, budget.step) is not None:
                     break
-                if self._kv.awaits_disk(head, budget.step):
+                if self._kv.prefixes.awaits_disk(head, budget.step):
                     break
                 if not self._preemptor.may_preempt(head, preempting):
                     break
@@ -365,7 +365,7 @@ class Planner:
         # After all starts: a step cannot read blocks that it computes itself.
         for sequence in budget.draft.prefilled:
             with Blame(sequence):
-                self._kv.register_blocks(sequence)
+                self._kv.prefixes.register_blocks(sequence)
                 if sequence.prompt_step == budget.step:
                     self._table.release_siblings(sequence)
 

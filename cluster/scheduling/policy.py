@@ -145,7 +145,7 @@ class Preemptor:
 
     def lacks_blocks(self, head: Sequence) -> bool:
         """Return whether a waiting sequence lacks blocks, and its tenant may have that many."""
-        num_needed = self._kv.blocks_for(self._size.num_tokens_to_hold(head))
+        num_needed = self._kv.groups.blocks_for(self._size.num_tokens_to_hold(head))
         num_tenants = len({sequence.share for sequence in self._table.running} | {head.share})
         if num_needed > self._kv.pool.num_blocks // num_tenants:
             return False
@@ -201,7 +201,7 @@ class Preemptor:
         else:
             if sequence.has_sampled:
                 # Verified blocks may stay cached in the CPU pool.
-                self._kv.mark_verified(sequence)
+                self._kv.prefixes.mark_verified(sequence)
             self._kv.release(sequence)
             sequence.forget_computed()
             self._table.preempt_sequence(sequence, Waiting())

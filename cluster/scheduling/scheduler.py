@@ -191,7 +191,7 @@ class Scheduler:
             if sequence.index == index:
                 # Its stop string may be found while it is computed again.
                 if sequence.has_sampled:
-                    self._kv.mark_verified(sequence)
+                    self._kv.prefixes.mark_verified(sequence)
                 self._table.remove_sequence(sequence)
                 self._prompt_logprobs.forget_sequence(sequence)
                 return True
@@ -301,7 +301,7 @@ class Scheduler:
                 # It was quarantined meanwhile and has no blocks.
                 sequence.prefill_end -= 1
             else:
-                self._kv.take_back(sequence)
+                self._kv.prefixes.take_back(sequence)
         self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [
             self._outputs.end_sequence(sequence, reason, _error_of_structure(sequence, reason))
@@ -316,7 +316,7 @@ class Scheduler:
         self._kv.acknowledge(step)
         for sequence in self._table.run_arrived(step):
             with Blame(sequence):
-                self._kv.register_blocks(sequence)
+                self._kv.prefixes.register_blocks(sequence)
 
     def note_disk_report(self, report: DiskReport) -> None:
         """Take note of blocks that every rank has read from its file or written to it."""
@@ -438,7 +438,7 @@ class Admission:
         """Raise CapacityError, InvalidRequestError or OverloadedError unless it is accepted."""
         prompt = request.prompt_token_ids
         num_tokens = min(len(prompt) + request.sampling.max_tokens, self._max_model_len)
-        needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
+        needed, capacity = self._kv.groups.blocks_for(num_tokens), self._kv.pool.num_blocks
         if needed > capacity:
             raise CapacityError(needed, capacity)
         if request.generated_token_ids:

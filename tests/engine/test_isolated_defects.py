@@ -13,6 +13,7 @@ from cluster.engine.local_executor import LocalExecutor
 from cluster.scheduling.device_tier import DeviceTier
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.planner import Planner
+from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request
@@ -110,7 +111,7 @@ STAGES: dict[str, tuple[type, str]] = {
     "admit": (KvManager, "admit"),
     "allocate for a chunk": (Planner, "_plan_chunk"),
     "allocate for a token": (KvManager, "append"),
-    "register": (KvManager, "register_blocks"),
+    "register": (PrefixCache, "register_blocks"),
     "start of a row": (InputBatch, "_start"),
     "sampling parameters": (Sampler, "start"),
 }

@@ -116,12 +116,14 @@ def test_a_sequence_never_needs_more_blocks_than_are_counted_and_hardly_less() -
         layout = cache_layout(windows, block_size)
         num_tokens, step_tokens = draws.randint(1, 40), draws.choice((1, 2, 3, 7))
         needed = brute_force(num_tokens, layout, step_tokens)
-        counted = layout.blocks_for(num_tokens, step_tokens)
+        counted = num_held_blocks(
+            num_tokens, windows=layout.windows, block_size=block_size, step_tokens=step_tokens
+        )
         assert needed <= counted <= needed + 3 * len(layout.groups)
 
 
 def test_without_windows_every_token_takes_its_place() -> None:
-    assert cache_layout([None] * 3, 4).blocks_for(9, 2) == 3
+    assert num_held_blocks(9, windows=(None,), block_size=4, step_tokens=2) == 3
     assert num_held_blocks(9, windows=(None, None), block_size=4, step_tokens=2) == 6
 
 

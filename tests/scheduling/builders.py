@@ -105,4 +105,4 @@ def run_prompt(kv: KvManager, sequence: Sequence) -> None:
     assert admit(kv, sequence, num_tokens=num_tokens)
     sequence.blocks.extend(num_tokens, kv.block_size)
     sequence.num_computed = num_tokens
-    kv.register_blocks(sequence)
+    kv.prefixes.register_blocks(sequence)

@@ -36,9 +36,9 @@ def compute(kv: KvManager, sequence: Sequence) -> None:
     assert isinstance(kv.admit(sequence, 0, num_tokens=num_tokens, num_spare=0), Admitted)
     sequence.blocks.extend(num_tokens, BLOCK_SIZE, kv.groups.num_groups)
     sequence.num_computed = num_tokens
-    kv.register_blocks(sequence)
+    kv.prefixes.register_blocks(sequence)
     sequence.blocks.num_verified = 0
-    kv.mark_verified(sequence)
+    kv.prefixes.mark_verified(sequence)
 
 
 def forget(kv: KvManager, sequence: Sequence, *, group: int, entries: range) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from cluster.scheduling.device_tier import BlockKey, DeviceTier
 from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions, Refusal
-from cluster.scheduling.prefix_finder import PrefixFinder
+from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import Sequence, Swapped
 from pagedray.batch import BlockCopy
 from tests.scheduling.builders import (
@@ -110,7 +110,7 @@ def test_forgotten_sequence_leaves_no_prefix() -> None:
     kv = make_manager()
     first, second = make_sequences(9)[0], make_sequences(9)[0]
     run_prompt(kv, first)
-    kv.forget_blocks(first)
+    kv.prefixes.forget_blocks(first)
     kv.release(first)
     assert kv.pool.num_idle == 0
     assert admit(kv, second, num_tokens=9)
@@ -255,7 +255,7 @@ def test_swapped_in_prefix_is_known_again() -> None:
         kv.pool.release(block)
     swap_in(kv, first, num_tokens=10)
     kv.acknowledge(1)
-    kv.register_blocks(first)
+    kv.prefixes.register_blocks(first)
     assert admit(kv, second, num_tokens=10)
     assert second.blocks.ids == first.blocks.ids[:2]
 
@@ -355,7 +355,7 @@ def run_and_evict(kv: KvManager, sequence: Sequence) -> list[BlockCopy]:
     """Compute a prompt, which was finite, and have its blocks evicted."""
     run_prompt(kv, sequence)
     sequence.token_ids = sequence.token_ids + array("I", [0])
-    kv.mark_verified(sequence)
+    kv.prefixes.mark_verified(sequence)
     kv.release(sequence)
     return evict_all(kv, 0)
 
@@ -415,7 +415,7 @@ def test_forgotten_blocks_are_not_copied_back() -> None:
     kv = make_manager(has_cpu_cache=True)
     (first,) = make_sequences(10)
     run_and_evict(kv, first)
-    kv.forget_blocks(first)
+    kv.prefixes.forget_blocks(first)
     (second,) = make_sequences(10)
     assert admit(kv, second, num_tokens=10)
     assert second.num_computed == 0
@@ -442,7 +442,7 @@ def test_blocks_that_are_copied_back_do_not_lose_their_place_meanwhile() -> None
     (other,) = make_sequences(10, tenant="other")
     run_prompt(kv, other)
     other.token_ids = other.token_ids + array("I", [0])
-    kv.mark_verified(other)
+    kv.prefixes.mark_verified(other)
     kv.release(other)
     kv.take_copies(1)
     kv.acknowledge(1)
@@ -520,8 +520,7 @@ def make_watched_manager(*windows: int | None) -> tuple[KvManager, WatchedTier]:
     kv = KvManager(options, costs=None, max_num_tokens=100)
     device = WatchedTier(kv)
     kv.device, kv.pool = device, device.pool
-    kv.finder = PrefixFinder(kv.groups, device, kv.cpu, block_size=BLOCK_SIZE)
-    kv._key_at = kv.finder.key_at
+    kv.prefixes = PrefixCache(kv.groups, device, kv.cpu, None, block_size=BLOCK_SIZE)
     return kv, device
 
 
@@ -533,7 +532,7 @@ def compute(kv: KvManager, sequence: Sequence) -> None:
     """Take all known tokens of an admitted sequence as computed."""
     sequence.blocks.extend(len(sequence.token_ids), kv.block_size, kv.groups.num_groups)
     sequence.num_computed = len(sequence.token_ids)
-    kv.register_blocks(sequence)
+    kv.prefixes.register_blocks(sequence)
 
 
 def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
@@ -542,9 +541,9 @@ def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: i
     if kv.groups.has_windows:
         # Without what is known of the last failure.
         unknown = make_sequence(tuple(sequence.token_ids))
-        hits = kv.finder.find_blocks(unknown, (len(sequence.token_ids) - 1) // BLOCK_SIZE)
+        hits = kv.prefixes.find_blocks(unknown, (len(sequence.token_ids) - 1) // BLOCK_SIZE)
         num_shared = sum(block >= 0 and block not in kv.pool.idle_blocks for block in hits)
-        return kv.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
+        return kv.groups.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
     parent, num_shared = cache.root(""), 0
     for first in range(0, len(sequence.token_ids) - BLOCK_SIZE, BLOCK_SIZE):
         key = cache.key_after(parent, sequence.token_ids[first : first + BLOCK_SIZE])
@@ -553,7 +552,7 @@ def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: i
             break
         parent = key.digest
         num_shared += block not in kv.pool.idle_blocks
-    return kv.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
+    return kv.groups.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
 
 
 PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,) * 11]
@@ -585,7 +584,7 @@ def test_a_sequence_is_admitted_as_soon_as_there_is_room(
         elif event == 5 and running:
             kv.append(running[which % len(running)])
         elif event == 6 and running and amount == 0:
-            kv.forget_blocks(running[which % len(running)])
+            kv.prefixes.forget_blocks(running[which % len(running)])
         elif event == 7 and running and kv.can_swap_out(running[-1]):
             # Its blocks are in transit until step 1 is acknowledged.
             swapped = running.pop()
@@ -631,7 +630,7 @@ def test_a_waiting_sequence_finds_blocks_under_renewed_keys() -> None:
     kv.release(bad)
     assert not admit(kv, waiting, num_tokens=9, num_spare=9)
     # Three blocks are forgotten; of the fourth, which is not, only the key is renewed.
-    kv.forget_blocks(bad)
+    kv.prefixes.forget_blocks(bad)
     again = make_sequence((1, 1, 2, 2, 3, 3, 5, 5, 6))
     assert admit(kv, again, num_tokens=9)
     compute(kv, again)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.prefix_cache import PrefixCache
 from pagedray.batch import StepOutput
 from pagedray.request import FinishReason
 from tests.scheduling.builders import make_request, make_scheduler
@@ -107,11 +107,11 @@ def test_no_token_follows_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> 
     plans = [scheduler.schedule(), scheduler.schedule()]
     assert None not in plans
 
-    def fail(_: KvManager, sequence: Sequence) -> None:
+    def fail(_: PrefixCache, sequence: Sequence) -> None:
         raise RuntimeError(f"A defect with {sequence.request_id}.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(KvManager, "register_blocks", fail)
+        patch.setattr(PrefixCache, "register_blocks", fail)
         assert scheduler.update(StepOutput(0, [7])) == []
     assert scheduler.update(StepOutput(1, [8])) == []
     scheduler.acknowledge(1)

@@ -21,7 +21,7 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.output_reader import OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.policy import Preemptor
-from cluster.scheduling.prefix_finder import PrefixFinder
+from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import Sequence, SequenceBlocks
 from cluster.scheduling.sequence_table import SequenceTable
@@ -75,7 +75,7 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     OutputReader,
     Planner,
     PoolMemories,
-    PrefixFinder,
+    PrefixCache,
     Preemptor,
     Scheduler,
     Sequence,
@@ -84,11 +84,11 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     StepChannel,
 )
 _BUGS = """\
-KvManager.admit: a cached block is used and not owned
+KvManager._share_hits: a cached block is used and not owned
 - self.pool.share_all(live)
 + self.pool.share_all(live[:-1])
 
-PrefixFinder.num_shareable: a prompt that is wholly cached computes nothing
+PrefixCache.num_shareable: a prompt that is wholly cached computes nothing
 - (len(sequence.token_ids) - 1)
 + len(sequence.token_ids)
 
@@ -96,8 +96,8 @@ DeviceTier.root: tenants share prefixes
 - tenant.encode("utf-8", "surrogatepass")
 + b''
 
-KvManager.swap_out: a block may be taken while it is copied out
-- self.pool.pin(source)
+KvManager._pin_copied: a block may be taken while it is copied out
+- self.pool.pin(block)
 + pass
 
 KvManager.acknowledge: a copied block is free a step too early
@@ -205,7 +205,7 @@ EngineLoop._begin_epoch: plans of dead ranks stay in flight
 + pass
 
 Scheduler.apply_masks: a late mask samples a token
-- self._kv.take_back(sequence)
+- self._kv.prefixes.take_back(sequence)
 + pass
 
 StepChannel._frame_size: a frame is read before its last byte
@@ -240,7 +240,7 @@ KvManager._hold_blocks: blocks that a sequence never had are released behind its
 - sequence.blocks.num_dead = num_dead
 + sequence.blocks.num_dead = [0] * len(num_dead)
 
-PrefixFinder.key_at: groups share their cached blocks
+PrefixCache.key_at: groups share their cached blocks
 - group_key(keys[index], group) if group else keys[index]
 + keys[index]
 
@@ -248,7 +248,7 @@ GroupTables.longest_prefix: a prefix is found without the first block of its win
 - while index > needed and has(index - 1, group):
 + while index > needed and (index == needed + 1 or has(index - 1, group)):
 
-PrefixFinder._device_table: a sequence is swapped in without a block of its window
+PrefixCache._device_table: a sequence is swapped in without a block of its window
 - num_entries = index
 + pass
 

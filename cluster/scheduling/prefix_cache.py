@@ -1,4 +1,4 @@
-"""Finds the prefix of a sequence in every tier, and copies it to the tier above.
+"""The prefixes of sequences in every tier: finds, copies to the tier above, adds and forgets them.
 
 A prefix needs the blocks that the query behind it sees: in a group without a window all, in a
 window group the last. The keys of a sequence are computed as far as look-ups need them.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.scheduling.device_tier import group_key
 from cluster.scheduling.groups import NO_BLOCK
-from cluster.scheduling.sequence import DiskRead, Sequence
+from cluster.scheduling.sequence import DiskRead, Sequence, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
@@ -19,20 +19,27 @@ if TYPE_CHECKING:
     from cluster.scheduling.groups import GroupTables
     from cluster.scheduling.tiers import CpuTier, DiskTier
 
-__all__ = ["PrefixFinder"]
+__all__ = ["PrefixCache"]
 
 
-class PrefixFinder:
-    """Looks sequences up in the tiers of the prefix cache."""
+class PrefixCache:
+    """Looks sequences up in the tiers of the prefix cache, and adds their blocks."""
 
-    __slots__ = ("_block_size", "_cpu", "_device", "_groups")
+    __slots__ = ("_block_size", "_cpu", "_device", "_disk", "_groups")
 
     def __init__(
-        self, groups: GroupTables, device: DeviceTier, cpu: CpuTier, *, block_size: int
+        self,
+        groups: GroupTables,
+        device: DeviceTier,
+        cpu: CpuTier,
+        disk: DiskTier | None,
+        *,
+        block_size: int,
     ) -> None:
         self._groups = groups
         self._device = device
         self._cpu = cpu
+        self._disk = disk
         self._block_size = block_size
 
     def find_blocks(self, sequence: Sequence, num_shareable: int) -> list[int]:
@@ -166,7 +173,22 @@ class PrefixFinder:
             table[place] = block
         return table
 
-    def begin_disk_read(self, sequence: Sequence, disk: DiskTier, step: int) -> DiskRead:
+    def awaits_disk(self, sequence: Sequence, step: int) -> bool:
+        """Return whether a sequence should wait for blocks on the disk before it starts.
+
+        The plan of `step` reads them. A sequence waits for the disk only once, even if its blocks
+        are lost meanwhile, so that it starts eventually.
+        """
+        if self._disk is None:
+            return False
+        waiting = sequence.state
+        assert isinstance(waiting, Waiting)
+        if waiting.disk_read is None:
+            waiting.disk_read = self._begin_disk_read(sequence, self._disk, step)
+        read_step = waiting.disk_read.step
+        return read_step is not None and read_step > self._disk.read_step
+
+    def _begin_disk_read(self, sequence: Sequence, disk: DiskTier, step: int) -> DiskRead:
         """Read the blocks that are better read from the disk than computed, in the plan of `step`.
 
         Returns the last step that reads blocks that the sequence needs.
@@ -216,6 +238,84 @@ class PrefixFinder:
             return DiskRead(last_step)
         disk.read_blocks(keys, step)
         return DiskRead(step)
+
+    def register_blocks(self, sequence: Sequence) -> None:
+        """Add blocks that are full of known, computed tokens to the prefix cache."""
+        device = self._device
+        if not device.is_enabled:
+            return
+        num_tokens = len(sequence.token_ids)
+        if num_tokens > sequence.num_computed:
+            num_tokens = sequence.num_computed
+        blocks = sequence.blocks
+        num_full, index = num_tokens // self._block_size, blocks.num_registered
+        is_uniform, key_at = self._groups.is_uniform, self.key_at
+        while index < num_full:
+            if not is_uniform:
+                self._register_entry(sequence, index)
+            elif device.add_block(key_at(sequence, index), blocks.ids[index]) and (
+                index < blocks.num_verified
+            ):
+                device.mark_verified((blocks.ids[index],))
+            index += 1
+        sequence.note_registered(index, self._block_size)
+
+    def _register_entry(self, sequence: Sequence, index: int) -> None:
+        """Add the blocks of an entry to the prefix cache, except blocks that were released."""
+        num_groups, blocks = self._groups.num_groups, sequence.blocks
+        key = self.key_at(sequence, index)
+        for group, block in enumerate(blocks.ids[index * num_groups : (index + 1) * num_groups]):
+            is_added = block >= 0 and self._device.add_block(group_key(key, group), block)
+            if is_added and index < blocks.num_verified:
+                self._device.mark_verified((block,))
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Mark the last known token as not computed, so that a later plan computes it again.
+
+        Its block must not have been shared since it was computed, and is not shared until then.
+        """
+        sequence.num_computed -= 1
+        blocks, index = sequence.blocks, sequence.num_computed // self._block_size
+        if index >= blocks.num_registered:
+            return
+        num_groups = self._groups.num_groups
+        entry = blocks.ids[index * num_groups : (index + 1) * num_groups]
+        for group, block in enumerate(entry):
+            if self._device.find_block(group_key(blocks.keys[index], group)) == block:
+                self._device.forget_block(block)
+        sequence.note_registered(index, self._block_size)
+
+    def mark_verified(self, sequence: Sequence) -> None:
+        """Record that the logits that gave a sequence its last token were finite."""
+        blocks = sequence.blocks
+        if blocks.unverified:
+            self._device.mark_released(blocks.unverified)
+            blocks.unverified = []
+        if blocks.num_verified >= blocks.num_registered:
+            return
+        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        num_groups, end = self._groups.num_groups, min(num_full, blocks.num_registered)
+        verified = blocks.ids[blocks.num_verified * num_groups : end * num_groups]
+        self._device.mark_verified(verified)
+        blocks.num_verified += len(verified) // num_groups
+
+    def forget_blocks(self, sequence: Sequence) -> None:
+        """Remove a sequence's blocks from every tier, because its logits were not finite.
+
+        Look up blocks by key: the sequence may have released them. Blocks that other sequences
+        computed on top of unverified blocks are not found any more either.
+        """
+        keys, first = sequence.blocks.keys, sequence.blocks.num_verified
+        every_group = range(self._groups.num_groups)
+        for key in [group_key(key, group) for key in keys for group in every_group]:
+            self._cpu.forget_key(key)
+            if self._disk is not None:
+                self._disk.forget_key(key)
+            block = self._device.find_block(key)
+            if block is not None:
+                self._device.forget_block(block)
+        if first < len(keys):
+            self._device.invalidate_key(self.parent_of(sequence, first), keys[first])
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Return the blocks of known tokens that may be shared: one token is left to compute.
