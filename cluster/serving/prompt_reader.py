@@ -16,6 +16,7 @@ from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, MAX_SALT_LENGTH, Infill
 from cluster.serving.intake import IntakeLimits, check_num_messages, request_size
 from cluster.serving.text.literal_tokens import MarkedText
 from cluster.serving.text.request_templates import ProgramTemplates, RequestTemplates
+from cluster.serving.text.stable_positions import StablePositions
 from cluster.serving.text.template_arguments import ChatPrompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.field_checks import check_token_ids
@@ -92,6 +93,7 @@ class PromptReader:
         self._size = request_size(config, IntakeLimits())
         self._request_templates = request_templates
         self._program_templates = ProgramTemplates(tokenizer.special_tokens)
+        self._stable_positions = StablePositions(tokenizer)
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -237,6 +239,21 @@ class PromptReader:
             tenant=tenant,
             marked=marked if marked.originals else None,
         )
+
+    async def stable_positions(
+        self, prompt: Prompt, num_tokens: int, *, tenant: str
+    ) -> tuple[int, ...]:
+        """Return the ends of prefixes that later prompts of a conversation will have, in tokens.
+
+        There are none for a text, and for a conversation with a template of its own. `num_tokens`
+        is the length of the prompt.
+        """
+        if not isinstance(prompt, ChatPrompt) or prompt.template is not None:
+            return ()
+        run = functools.partial(self._stable_positions.of, prompt, num_tokens)
+        if self._text_pool is not None and _is_long_chat(prompt):
+            return await self._text_pool.run_in_thread(tenant, run)
+        return run()
 
     async def _rendered(self, prompt: ChatPrompt, tenant: str) -> MarkedText:
         """Return a conversation in the model's template, or in the template of its prompt."""

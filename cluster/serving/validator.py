@@ -222,6 +222,11 @@ class Validator:
     ) -> Request:
         token_ids = await self._read_prompt(prompt, sampling, given, is_long=is_long)
         check_prompt_logprobs(sampling.prompt_logprobs, len(token_ids))
+        anchors: tuple[int, ...] = ()
+        if self._model.has_states and given.max_prompt_tokens is None:
+            anchors = await self._reader.stable_positions(
+                prompt, len(token_ids), tenant=given.tenant
+            )
         return Request(
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -230,6 +235,7 @@ class Validator:
             eos_token_ids=self._end_token_ids(prompt),
             tenant=given.tenant,
             cache_salt=given.cache_salt,
+            anchors=anchors,
             priority=given.priority,
             deadline_s=given.deadline_s,
             reasoning=with_headers(
