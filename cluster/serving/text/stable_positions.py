@@ -1,14 +1,14 @@
 """How far the prompts of a conversation's next turns repeat its prompt.
 
-The last tokens of a prompt, which begin the model's turn, often differ in the next prompt: templates
-write a turn that has ended in another way, for example without its reasoning. A model with recurrent
-states can only continue from positions of which it kept the state, so it must keep that of the
-last position that stays, and not that of the prompt's end.
+The last tokens of a prompt, which begin the model's turn, often differ in the next prompt:
+templates write a turn that has ended in another way, for example without its reasoning. A model
+with recurrent states continues only from positions whose state was kept: the state at the prompt's
+end would be of no use.
 """
 
 from __future__ import annotations
 
-import os
+from bisect import bisect_left
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
@@ -97,4 +97,5 @@ def _has_instructions(message: ChatMessage) -> bool:
 
 def _common_length(first: str, second: str) -> int:
     """Return how many characters two texts have in common at their beginning."""
-    return len(os.path.commonprefix((first, second)))
+    ends = range(min(len(first), len(second)) + 1)
+    return bisect_left(ends, True, key=lambda end: first[:end] != second[:end]) - 1

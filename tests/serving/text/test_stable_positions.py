@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +57,8 @@ def tokenizer_with(template: str) -> Tokenizer:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    return len(os.path.commonprefix((list(first), list(second))))
+    pairs = zip(first, second, strict=False)
+    return next(index for index, pair in enumerate(pairs) if pair[0] != pair[1])
 
 
 def texts(seed: int) -> Callable[[], str]:
