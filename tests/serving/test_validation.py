@@ -22,7 +22,7 @@ from cluster.serving.validator import Validator
 from pagedray import LLM
 from pagedray.config import SchedulerConfig
 from pagedray.errors import CheckpointError, ContextLengthError, InvalidRequestError, RequestError
-from pagedray.model_config import DenseModule
+from pagedray.model_config import DenseModule, RecurrentConfig
 from pagedray.sampling_params import Structure
 from tests.serving.conftest import engine_config
 from tests.system.server_process import TINY_LLAMA
@@ -212,6 +212,26 @@ async def test_seeds_of_requests_follow_that_of_the_engine(tokenizer: Tokenizer)
     assert first == await seeds(7)
     assert first[2] == 3
     assert len({*first, *await seeds(8), *await seeds(None), *await seeds(None)}) == 17
+
+
+async def test_only_conversations_of_a_model_with_states_have_anchors(tokenizer: Tokenizer) -> None:
+    chat = ChatPrompt((ChatMessage("system", "the cat"), ChatMessage("user", "the dog")))
+    given = GenerationInput(prompts=(chat, "the cat"), sampling={})
+    config = engine_config(256)
+    states = RecurrentConfig(kind="short_conv", layers=(0,), conv_width=3)
+    recurrent = replace(config, model=replace(config.model, recurrent=states))
+    anchors = {}
+    for one in (config, recurrent):
+        validator = Validator(one, tokenizer)
+        anchors[one.model.has_states] = [
+            request.anchors for request in await validator.validate(given)
+        ]
+        [cut] = await validator.validate(replace(given, prompts=(chat,), max_prompt_tokens=9))
+        assert cut.anchors == ()
+        validator.close()
+    assert anchors[False] == [(), ()]
+    assert anchors[True][0]
+    assert anchors[True][1] == ()
 
 
 Given = ParamSpec("Given")
