@@ -38,9 +38,8 @@ def rows_of(seq_lens: list[int], tables: list[list[int]]) -> SubBatch:
 
 
 def test_every_reason_for_a_rejection_is_given() -> None:
-    spec = replace(SPEC, dtype=torch.float32, layers=(params_of(4, 2, 512),))
-    reasons = " ".join(FlashInferBackend.check(spec))
-    for part in ("device is cpu", "dtype is torch.float32", "head_size is 512"):
+    reasons = " ".join(FlashInferBackend.check(replace(SPEC, dtype=torch.float32)))
+    for part in ("device is cpu", "dtype is torch.float32"):
         assert part in reasons
 
 
