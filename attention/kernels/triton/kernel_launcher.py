@@ -59,26 +59,25 @@ class KernelLauncher:
         grid: tuple[int, int, int],
         tensors: tuple[torch.Tensor, ...],
         arguments: tuple[object, ...],
-        *,
-        num_rows: int | None = None,
+        numbers: tuple[int, ...] = (),
+        /,
         **options: int,
     ) -> None:
         """Launch the kernel, always with the same names of `options`, which are Triton's options.
 
         `arguments` are all arguments behind the tensors, by position. Each combination of their
-        values is cached, so no argument may change from step to step. A changing number may be
-        `num_rows`, which comes before the arguments if given: at most two kernels are cached for
-        it, and another for a single row.
+        values is cached, so no argument may change from step to step. `numbers`, such as numbers of
+        rows, come before the arguments and may change: at most two kernels are cached for each
+        number, and another for 1.
         """
         kinds = [(tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT == 0) for tensor in tensors]
-        rows = () if num_rows is None else (num_rows,)
-        kind = [(number == 1, number % _DIVISOR == 0) for number in rows]
+        kind = [(number == 1, number % _DIVISOR == 0) for number in numbers]
         key = (tensors[0].device, *kinds, *kind, *arguments, *options.values())
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *rows, *arguments)
+            compiled[grid](*tensors, *numbers, *arguments)
             return
-        compiled = self._kernel[grid](*tensors, *rows, *arguments, **options)
+        compiled = self._kernel[grid](*tensors, *numbers, *arguments, **options)
         # The interpreter compiles nothing.
         if compiled is not None:
             self._compiled[key] = compiled

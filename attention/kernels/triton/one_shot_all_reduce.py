@@ -386,7 +386,7 @@ def _launch(
             word_tile,
             tile,
         ),
-        num_rows=num_rows,
+        (num_rows,),
         num_warps=num_warps,
         maxnreg=min(_MAX_REGISTERS, _REGISTERS_PER_SM // (32 * num_warps * PROGRAMS_PER_SM)),
         **launch_options(delta.device),

@@ -97,7 +97,7 @@ def test_rows_are_compiled_for_one_for_multiples_of_16_and_for_others() -> None:
     tensor = torch.zeros(8)
     cases = [(1, 1), (16, 2), (1600, 2), (2, 3), (15, 3), (1601, 3), (1, 3)]
     for num_rows, num_compiled in cases:
-        launcher.launch((1, 1, 1), (tensor,), (0.5,), num_rows=num_rows, num_warps=4)
+        launcher.launch((1, 1, 1), (tensor,), (0.5,), (num_rows,), num_warps=4)
         assert kernel.num_compiled == num_compiled
         assert kernel.launches[-1] == ((1, 1, 1), tensor, num_rows, 0.5)
 
