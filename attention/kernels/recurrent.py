@@ -37,6 +37,10 @@ def causal_conv(
     current token last, and `bias` `[num_channels]`. `states` are the last tokens before each
     segment, `[num_rows, width - 1, num_channels]`, of the dtype of `x`.
     """
+    if x.is_cuda:
+        from attention.kernels.triton import causal_conv as triton_kernel
+
+        return triton_kernel.causal_conv(x, weight, bias, states, segments, activation)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     taps = weight.float().t()
     for row, first, end in segments.spans():
@@ -70,6 +74,11 @@ def delta_rule(
     adjacent value heads share a key head. `log_decay` and `beta` are `[num_tokens,
     num_value_heads]` float32, and `states` `[num_rows, num_value_heads, value_size, key_size]`.
     """
+    if value.is_cuda:
+        from attention.kernels.triton import delta_rule as triton_kernels
+
+        gates = log_decay, beta
+        return triton_kernels.delta_rule(query, key, value, gates, None, states, segments)
     num_shared = value.shape[1] // key.shape[1]
     query = _unit(query).mul_(key.shape[2] ** -0.5).repeat_interleave(num_shared, dim=1)
     key = _unit(key).repeat_interleave(num_shared, dim=1)
@@ -102,6 +111,10 @@ def gated_delta_rule(
     segments: Segments,
 ) -> torch.Tensor:
     """Compute the gates of a delta rule, and return the gated norm of its result."""
+    if value.is_cuda:
+        from attention.kernels.triton import delta_rule as triton_kernels
+
+        return triton_kernels.delta_rule(query, key, value, gates, norm, states, segments)
     log_decay = -gates.a_log.float().exp() * functional.softplus(gates.a.float() + gates.dt_bias)
     beta = gates.b.float().sigmoid()
     out = delta_rule(query, key, value, log_decay, beta, states, segments).float()

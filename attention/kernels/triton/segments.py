@@ -47,9 +47,9 @@ def chunk_of_program(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the row and first token of a chunk, and the first token and end of its segment.
 
-    `index` counts the chunks of all segments. With `skips_lone`, a chunk of one token at the end of a segment does not count. The tokens
-    behind the last segment are chunks without a row, which is -1. Pointers: query_starts
-    `[num_segments + 1]` int32, rows `[num_segments]` int32.
+    `index` counts the chunks of all segments. With `skips_lone`, a chunk of one token at the end of
+    a segment does not count. The tokens behind the last segment are chunks without a row, which is
+    -1. Pointers: query_starts `[num_segments + 1]` int32, rows `[num_segments]` int32.
     """
     segment, chunk, count = 0, index, 0
     for start in range(0, num_segments, _TILE):

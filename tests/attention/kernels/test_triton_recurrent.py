@@ -6,9 +6,14 @@ from typing import Literal
 import pytest
 import torch
 
+from attention.kernels import recurrent
+from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
 from attention.kernels.triton.causal_conv import causal_conv
+from attention.kernels.triton.delta_rule import delta_rule
+from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
     ConvCase,
+    DeltaCase,
     has_untouched_surroundings,
 )
 
@@ -55,3 +60,90 @@ def test_tokens_behind_the_segments_are_0() -> None:
     out = causal_conv(case.x, case.weight, None, case.states, segments, None)
     assert out[70].any()
     assert not out[71:].any()
+
+
+def plain_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    return delta_rule(query, key, value, (log_decay, beta), None, states, segments)
+
+
+@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
+@pytest.mark.parametrize(
+    ("num_key_heads", "num_value_heads", "key_size", "value_size"),
+    [(2, 2, 16, 32), (1, 3, 8, 20)],
+)
+def test_delta_rules_are_exact(
+    query_lens: list[int],
+    rows: list[int],
+    num_key_heads: int,
+    num_value_heads: int,
+    key_size: int,
+    value_size: int,
+) -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make(
+        query_lens,
+        rows,
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+    expected, states = case.exact()
+    out = case.run(plain_rule)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states.double(), states, rtol=1e-5, atol=1e-5)
+    assert has_untouched_surroundings(case.states)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [64, 193]])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_delta_rules_of_16_bits_are_near(
+    query_lens: list[int], dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make(query_lens, [3, 1], dtype=dtype, state_dtype=state_dtype)
+    expected, states = case.exact()
+    out = case.run(plain_rule).double()
+    assert (out - expected).norm() < 1e-2 * expected.norm()
+    assert (case.states.double() - states)[:4].norm() < 1e-2 * states[:4].norm()
+
+
+@pytest.mark.parametrize("ends", [[64, 193], [64, 192, 193], [128, 200]])
+def test_cuts_on_the_grid_give_equal_bits(ends: list[int]) -> None:
+    torch.manual_seed(0)
+    whole = DeltaCase.make([ends[-1]], [2], state_dtype=torch.bfloat16)
+    cut = whole.clone_states()
+    expected = whole.run(plain_rule)
+    parts = [cut.part(first, end, 2) for first, end in zip([0, *ends], ends, strict=False)]
+    assert torch.equal(torch.cat([part.run(plain_rule) for part in parts]), expected)
+    assert torch.equal(cut.states, whole.states)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [70, 1]])
+def test_gates_and_norm_are_those_of_the_reference(query_lens: list[int]) -> None:
+    torch.manual_seed(0)
+    case = DeltaCase.make(query_lens, [0, 1])
+    num_tokens, num_heads, size = case.value.shape
+    # From softplus that underflows to softplus that is its argument.
+    a = 12 * torch.randn(num_tokens, num_heads + 1, device=DEVICE)[:, :num_heads]
+    b = 4 * torch.randn(num_tokens, num_heads, device=DEVICE)
+    a_log, dt_bias = torch.randn(2, num_heads, device=DEVICE)
+    z = torch.randn(num_tokens, num_heads + 1, size, device=DEVICE)[:, :num_heads]
+    gates = DeltaGates(a=a, b=b, a_log=a_log - 2, dt_bias=dt_bias)
+    norm = GatedNorm(z=z, weight=torch.randn(size, device=DEVICE), eps=0.01)
+    plain = case.clone_states()
+    expected = recurrent.gated_delta_rule(
+        plain.query, plain.key, plain.value, gates, norm, plain.states, plain.segments
+    )
+    out = delta_rule(case.query, case.key, case.value, gates, norm, case.states, case.segments)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states, plain.states, rtol=1e-5, atol=1e-5)

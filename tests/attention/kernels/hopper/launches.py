@@ -10,12 +10,17 @@ from attention.kernels.arguments import (
     DecodeItems,
     DecodeScratch,
     DeferredRMSNorm,
+    DeltaGates,
     ExpertWeights,
+    GatedNorm,
     NewTokens,
     QuantizedRows,
     Rotary,
+    Segments,
 )
+from attention.kernels.triton.causal_conv import causal_conv
 from attention.kernels.triton.chunk_attention import paged_attention
+from attention.kernels.triton.delta_rule import delta_rule
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gated_activation import quantized_gated
@@ -332,6 +337,32 @@ def sums_over_ranks() -> None:
         add_received_norm(stream, delta, received, weight, None, 1e-5, is_centered=False)
 
 
+def recurrent(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    """Run decodes and prefills of layers with recurrent state, as Qwen3.5-35B-A3B has them."""
+    for num_tokens, num_segments in ((64, 64), (2048, 3)):
+        segments = Segments(
+            query_starts=tensor(num_segments + 1, dtype=INT),
+            rows=tensor(num_segments, dtype=INT),
+            max_query_len=num_tokens // num_segments,
+        )
+        mixed = tensor(num_tokens, 8192, dtype=dtype)
+        conv_states = tensor(64, 3, 8192, dtype=dtype)
+        causal_conv(mixed, tensor(8192, 4, dtype=dtype), None, conv_states, segments, "silu")
+        keys, values = mixed[:, :4096].unflatten(1, (2, 16, 128)), mixed[:, 4096:]
+        gates = DeltaGates(
+            a=tensor(num_tokens, 32, dtype=dtype),
+            b=tensor(num_tokens, 32, dtype=dtype),
+            a_log=tensor(32, dtype=torch.float32),
+            dt_bias=tensor(32, dtype=torch.float32),
+        )
+        norm = GatedNorm(
+            z=tensor(num_tokens, 32, 128, dtype=dtype), weight=tensor(128, dtype=dtype), eps=1e-6
+        )
+        states = tensor(64, 32, 128, 128, dtype=state_dtype)
+        values = values.unflatten(1, (32, 128))
+        delta_rule(keys[:, 0], keys[:, 1], values, gates, norm, states, segments)
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "experts": partial(experts, BF16),
     "experts float16": partial(experts, torch.float16),
@@ -360,4 +391,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     ),
     "rows": rows,
     "sums over ranks": sums_over_ranks,
+    "recurrent": partial(recurrent, BF16, torch.float32),
+    "recurrent bfloat16": partial(recurrent, BF16, BF16),
+    "recurrent float32": partial(recurrent, torch.float32, torch.float32),
 }

@@ -1,0 +1,228 @@
+"""Gated delta rules of the segments of a step, with their gates and norms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.arguments import CHUNK_SIZE, DeltaGates
+from attention.kernels.triton.delta_chunks import (
+    NORM_EPS,
+    delta_chunks,
+    gate_tensors,
+    load_gates,
+)
+from attention.kernels.triton.kernel_launcher import (
+    KernelLauncher,
+    can_depend,
+    launch_options,
+    wait_for_inputs,
+)
+from attention.kernels.triton.tuning import next_power_of_two
+
+if TYPE_CHECKING:
+    from attention.kernels.arguments import GatedNorm, Segments
+
+__all__ = ["delta_rule"]
+
+_CHUNK = tl.constexpr(CHUNK_SIZE)
+_TILE = 4096
+"""Elements of a state of which a warp has at most as many."""
+
+
+@triton.jit
+def _gated_norm(
+    x: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    columns: tl.tensor,
+    size: tl.constexpr,
+    eps: tl.tensor,
+) -> tl.tensor:
+    """Return the norm of one head, float32 `[columns]`, with its gate; `z` points to the head."""
+    is_column = columns < size
+    gate = tl.load(z + columns, mask=is_column, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    normed *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    return normed * (gate / (1.0 + tl.exp(-gate)))
+
+
+@triton.jit
+def _delta_step(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    z: tl.tensor,
+    norm_weight: tl.tensor,
+    query_starts: tl.tensor,
+    rows: tl.tensor,
+    states: tl.tensor,
+    out: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    a_stride: tl.tensor,
+    b_stride: tl.tensor,
+    z_stride: tl.tensor,
+    row_stride: tl.tensor,
+    scale: tl.tensor,
+    norm_eps: tl.tensor,
+    num_key_heads: tl.constexpr,
+    num_heads: tl.constexpr,
+    key_size: tl.constexpr,
+    value_size: tl.constexpr,
+    has_gates: tl.constexpr,
+    is_normed: tl.constexpr,
+    is_decode: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile_key: tl.constexpr,
+    tile_value: tl.constexpr,
+) -> None:
+    """Write the result of one token and head, and update its state.
+
+    Launched by `delta_rule`; grid `(num_heads, num_segments)`. The token is the only one of its
+    segment, or the last one if it is alone in its chunk. Pointers: as in `_solve_chunk` and
+    `_pass_states`; z, out `[num_tokens, num_heads, value_size]`; norm_weight `[value_size]`.
+    """
+    wait_for_inputs(is_dependent)
+    head, segment = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + segment)
+    token = segment.to(tl.int64)
+    if not is_decode:
+        end = tl.load(query_starts + segment + 1)
+        if (end - tl.load(query_starts + segment)) % _CHUNK != 1:
+            return
+        token = (end - 1).to(tl.int64)
+    values = tl.arange(0, tile_value)
+    is_value = values < value_size
+    out += (token * num_heads + head) * value_size + values
+    if row < 0:
+        tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
+        return
+    keys = tl.arange(0, tile_key)
+    is_key = keys < key_size
+    is_state = is_value[:, None] & is_key[None, :]
+    states += row.to(tl.int64) * row_stride + head * (value_size * key_size)
+    states += values[:, None] * key_size + keys[None, :]
+    state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)
+    key_head = head // (num_heads // num_key_heads) * key_size + keys
+    q = tl.load(query + token * query_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
+    k = tl.load(key + token * key_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
+    v = tl.load(value + token * value_stride + head * value_size + values, mask=is_value, other=0.0)
+    log_decay, beta = load_gates(
+        a + token * a_stride + head,
+        b + token * b_stride + head,
+        a_log + head,
+        dt_bias + head,
+        row >= 0,
+        has_gates,
+    )
+    q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS)
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
+    state *= tl.exp(log_decay)
+    change = beta * (v.to(tl.float32) - tl.sum(state * k[None, :], axis=1))
+    # The sums do not wait for the change: S q + (k q) change is (S + change k^T) q.
+    result = tl.sum(state * q[None, :], axis=1) + tl.sum(k * q, axis=0) * change
+    state += change[:, None] * k[None, :]
+    tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
+    if is_normed:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        z += token * z_stride + head * value_size
+        result = _gated_norm(result, z, norm_weight, values, value_size, norm_eps)
+    tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _norm_heads(
+    x: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    z_stride: tl.tensor,
+    eps: tl.tensor,
+    num_heads: tl.constexpr,
+    size: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Norm one head of one token in place, with its gate.
+
+    Launched by `delta_rule`; grid `(num_tokens, num_heads)`. Pointers: x, z `[num_tokens,
+    num_heads, size]`, weight `[size]`.
+    """
+    wait_for_inputs(is_dependent)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, tile)
+    x += (token * num_heads + head) * size + columns
+    z += token * z_stride + head * size
+    values = tl.load(x, mask=columns < size, other=0.0).to(tl.float32)
+    normed = _gated_norm(values, z, weight, columns, size, eps)
+    tl.store(x, normed.to(x.dtype.element_ty), mask=columns < size)
+
+
+_DELTA_STEP = KernelLauncher(_delta_step)
+_NORM_HEADS = KernelLauncher(_norm_heads)
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gates: DeltaGates | tuple[torch.Tensor, torch.Tensor],
+    norm: GatedNorm | None,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Return the delta rule of each segment, `[num_tokens, num_heads, value_size]`.
+
+    Without a norm, the gates are the logarithms of the decay and the betas, and the result is that
+    of `recurrent.delta_rule`; with a norm, that of `recurrent.gated_delta_rule`.
+    """
+    num_tokens, num_heads, value_size = value.shape
+    num_key_heads, key_size = key.shape[1:]
+    for part, size in ((query, key_size), (key, key_size), (value, value_size)):
+        assert part.stride()[1:] == (size, 1)
+    assert states.stride()[1:] == (value_size * key_size, key_size, 1)
+    out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    is_decode = segments.max_query_len == 1
+    if not is_decode:
+        delta_chunks(query, key, value, gates, states, segments, out)
+    a, b, a_log, dt_bias = gate_tensors(gates)
+    is_dependent, options = can_depend(value.device), launch_options(value.device)
+    tile_key, tile_value = next_power_of_two(key_size), next_power_of_two(value_size)
+    z, weight, eps = (value, value, 0.0) if norm is None else (norm.z, norm.weight, norm.eps)
+    _DELTA_STEP.launch(
+        (num_heads, len(segments.rows), 1),
+        (
+            *(query, key, value, a, b, a_log, dt_bias, z, weight),
+            *(segments.query_starts, segments.rows, states, out),
+        ),
+        (
+            *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
+            *(z.stride(0), states.stride(0), key_size**-0.5, eps),
+            *(num_key_heads, num_heads, key_size, value_size),
+            not isinstance(gates, DeltaGates),
+            norm is not None and is_decode,
+            is_decode,
+            is_dependent,
+            tile_key,
+            tile_value,
+        ),
+        num_warps=min(8, max(1, tile_key * tile_value // _TILE)),
+        **options,
+    )
+    if norm is not None and not is_decode:
+        _NORM_HEADS.launch(
+            (num_tokens, num_heads, 1),
+            (out, z, weight),
+            (z.stride(0), eps, num_heads, value_size, is_dependent, tile_value),
+            num_warps=1,
+            **options,
+        )
+    return out
