@@ -248,11 +248,13 @@ def _pass_states(
         factors = _load_tile(
             from_state, tokens, end, num_heads * key_size, key_columns, key_size, dot_type
         )
-        places = tokens.to(tl.int64)[:, None] * (num_heads * value_size) + value_columns[None, :]
+        change_places = (
+            tokens.to(tl.int64)[:, None] * (num_heads * value_size) + value_columns[None, :]
+        )
         is_change = is_token[:, None] & (value_columns < value_size)[None, :]
-        change = tl.load(changes + places, mask=is_change, other=0.0).to(tl.float32)
+        change = tl.load(changes + change_places, mask=is_change, other=0.0).to(tl.float32)
         change -= tl.dot(factors, tl.trans(kept), input_precision=precision)
-        tl.store(changes + places, change.to(changes.dtype.element_ty), mask=is_change)
+        tl.store(changes + change_places, change.to(changes.dtype.element_ty), mask=is_change)
         decay = tl.load(decays + tokens, mask=is_token, other=0.0)
         last = tl.load(decays + tl.minimum(first + _CHUNK, end) - 1)
         scale = tl.load(key_scales + tokens, mask=is_token, other=0.0) * tl.exp(last - decay)
