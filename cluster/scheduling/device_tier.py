@@ -264,6 +264,13 @@ class DeviceTier:
             if self._keys[block] is key:
                 self._is_verified[block] = True
 
+    def release_unlikely(self, block: int) -> None:
+        """Release a block that few look-ups need: once idle, it is evicted first, and not saved."""
+        self.pool.release(block)
+        if block in self.pool.idle_blocks:
+            self.pool.age(block)
+            self._is_verified[block] = False
+
     def is_verified(self, block: int) -> bool:
         """Return whether logits that depend on a block were finite."""
         return bool(self._is_verified[block])

@@ -210,6 +210,7 @@ class KvManager:
             num_registered=num_shared,
             num_verified=min(donor.blocks.num_verified, num_shared),
         )
+        sequence.blocks.num_known = donor.blocks.num_known
         sequence.blocks.keys = donor.blocks.keys[:num_shared]
         sequence.blocks.keys_revision = donor.blocks.keys_revision
         if last_position % self.block_size == 0:
@@ -463,15 +464,23 @@ class KvManager:
         if sequence.has_sampled:
             # The blocks may stay cached in the CPU pool.
             self.prefixes.mark_verified(sequence)
-        num_released = 0
+        num_released, size = 0, self.block_size
+        ends = blocks.num_known, sequence.num_prompt_tokens // size
+        likely = [(self.groups.num_dead(end * size), end) for end in ends]
         for group, dead in enumerate(self.groups.num_dead(sequence.num_computed)):
             for index in range(blocks.num_dead[group], dead):
                 place = index * num_groups + group
-                key = self.device.unverified_key(blocks.ids[place])
+                block, blocks.ids[place] = blocks.ids[place], NO_BLOCK
+                if self.groups.num_full and not any(
+                    first[group] <= index < end for first, end in likely
+                ):
+                    self.device.release_unlikely(block)
+                    num_released += 1
+                    continue
+                key = self.device.unverified_key(block)
                 if key is not None:
-                    blocks.unverified.append((blocks.ids[place], key))
-                self.pool.release(blocks.ids[place])
-                blocks.ids[place] = NO_BLOCK
+                    blocks.unverified.append((block, key))
+                self.pool.release(block)
                 num_released += 1
             blocks.num_dead[group] = max(dead, blocks.num_dead[group])
         num_wanted = blocks.num_wanted * num_groups - len(blocks.ids) - len(blocks.reserved_ids)

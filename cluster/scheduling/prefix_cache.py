@@ -6,6 +6,7 @@ window group the last. The keys of a sequence are computed as far as look-ups ne
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.scheduling.device_tier import group_key
@@ -48,6 +49,10 @@ class PrefixCache:
         hits = self._find_chain(sequence, num_shareable)
         if groups.is_uniform:
             return hits
+        known = len(hits) if groups.num_full else num_shareable
+        while known < num_shareable and self._has(sequence, known):
+            known += 1
+        sequence.blocks.num_known = known
         end = groups.longest_prefix(
             len(hits) if groups.num_full else num_shareable,
             lambda index, group: device.find_block(self.key_at(sequence, index, group)) is not None,
@@ -125,12 +130,9 @@ class PrefixCache:
         """
         cpu, device, groups = self._cpu, self._device, self._groups
         first = len(hits) // groups.num_groups
-
-        def has(index: int, group: int) -> bool:
-            key = self.key_at(sequence, index, group)
-            return cpu.find_block(key) is not None or device.find_block(key) is not None
-
-        end = counted = groups.longest_prefix(num_shareable, has, first=first)
+        end = counted = groups.longest_prefix(
+            num_shareable, partial(self._has, sequence), first=first
+        )
         while counted < num_shareable and cpu.policy.note_lookup(
             self.key_at(sequence, counted).digest
         ):
@@ -172,6 +174,11 @@ class PrefixCache:
         for place, block in zip(places, device.load_blocks(keys, sources), strict=True):
             table[place] = block
         return table
+
+    def _has(self, sequence: Sequence, index: int, group: int = 0) -> bool:
+        """Return whether the CPU pool or the device has the block of an entry and a group."""
+        key = self.key_at(sequence, index, group)
+        return self._cpu.find_block(key) is not None or self._device.find_block(key) is not None
 
     def awaits_disk(self, sequence: Sequence, step: int) -> bool:
         """Return whether a sequence should wait for blocks on the disk before it starts.

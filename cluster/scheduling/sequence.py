@@ -443,6 +443,7 @@ class SequenceBlocks:
         "keys",
         "keys_revision",
         "num_dead",
+        "num_known",
         "num_registered",
         "num_slots",
         "num_verified",
@@ -460,6 +461,8 @@ class SequenceBlocks:
         """Leading entries with blocks that were registered with the prefix cache."""
         self.num_verified = 0
         """Leading entries with blocks that gave finite logits."""
+        self.num_known = 0
+        """Leading entries that other sequences had computed when this sequence was looked up."""
         self.clear()
 
     def clear(self) -> None:

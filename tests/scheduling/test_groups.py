@@ -220,3 +220,31 @@ def test_windows_that_free_their_blocks_hold_more_tokens(
     before = most_tokens((None,), num_blocks // num_layers)
     after = most_tokens(layout.windows, num_blocks // len(layout.groups[0].layers))
     assert after >= least * before
+
+
+def test_blocks_behind_a_window_are_saved_where_other_prompts_diverge() -> None:
+    harness = Harness(
+        num_blocks=28,
+        num_cpu_blocks=200,
+        windows=(None, 6),
+        max_num_batched_tokens=8,
+        max_model_len=90,
+    )
+    num_hits = [0]
+    for own in (1, 2, 3):
+        # 10 entries that all prompts share, then 10 of its own.
+        harness.add([9] * 40 + [own] * 40, max_tokens=4)
+        while harness.scheduler.has_work:
+            harness.turn()
+        harness.settle()
+        num_hits.append(harness.scheduler.stats().num_hit_tokens)
+    # The second prompt finds blocks of the first group, which say where the prompts diverge.
+    assert num_hits[2] < 40
+    assert num_hits[3] - num_hits[2] == 40
+    saved = [
+        key.token_bytes[0]
+        for key in harness.scheduler._kv.cpu._key_of.values()
+        if len(key.digest) == 33
+    ]
+    # A query at the end of a prompt sees 2 entries.
+    assert sorted(saved) == [1, 1, 2, 2]

@@ -233,8 +233,8 @@ KvManager._release_dead: a block is released that the next query sees
 + self.groups.num_dead(sequence.num_computed + 1)
 
 KvManager._release_dead: the table keeps a released block
-- blocks.ids[place] = NO_BLOCK
-+ pass
+- block, blocks.ids[place] = blocks.ids[place], NO_BLOCK
++ block = blocks.ids[place]
 
 KvManager._hold_blocks: blocks that a sequence never had are released behind its window
 - sequence.blocks.num_dead = num_dead
