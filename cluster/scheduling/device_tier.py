@@ -23,7 +23,7 @@ from pagedray.batch import BlockCopy
 if TYPE_CHECKING:
     from array import array
 
-__all__ = ["BlockKey", "DeviceTier", "PromptKeys", "group_key"]
+__all__ = ["BlockKey", "DeviceTier", "PromptKeys", "group_key", "state_key"]
 
 _MAX_INVALIDATED = 4096
 _DIGEST_BYTES = 32
@@ -43,6 +43,14 @@ class BlockKey(msgspec.Struct, frozen=True, gc=False):
 def group_key(key: BlockKey, group: int) -> BlockKey:
     """Return the key of a block with the same tokens in another group than the first."""
     return BlockKey(key.digest + bytes((group,)), key.token_bytes) if group else key
+
+
+def state_key(key: BlockKey, part: int) -> BlockKey:
+    """Return the key of a part of the recurrent state after the tokens of a block.
+
+    Its length differs from the lengths of keys of groups.
+    """
+    return BlockKey(key.digest + part.to_bytes(2), key.token_bytes)
 
 
 class PromptKeys(NamedTuple):

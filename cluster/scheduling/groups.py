@@ -34,14 +34,24 @@ class GroupTables:
         "has_windows",
         "is_uniform",
         "num_groups",
+        "num_state_blocks",
     )
 
-    def __init__(self, windows: Sequence[int | None], *, block_size: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        *,
+        block_size: int,
+        step_tokens: int,
+        num_state_blocks: int = 0,
+    ) -> None:
         """A step computes at most `step_tokens` of a sequence."""
         self._windows = tuple(windows)
         self._block_size = block_size
         self._step_tokens = step_tokens
         self.num_groups = len(self._windows)
+        self.num_state_blocks = num_state_blocks
+        """Blocks of the recurrent state of a sequence, which are in no table; 0 without states."""
         self._full = [group for group, window in enumerate(windows) if window is None]
         self._windowed = [
             (group, window) for group, window in enumerate(windows) if window is not None
@@ -57,10 +67,13 @@ class GroupTables:
         return len(self._full)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of `num_tokens` holds at most."""
+        """Return the blocks that a sequence of `num_tokens` holds at most.
+
+        Until its state is copied to its row, it also holds that.
+        """
         if not self._windowed:
-            return -(-num_tokens // self._block_size) * self.num_groups
-        return num_held_blocks(
+            return -(-num_tokens // self._block_size) * self.num_groups + self.num_state_blocks
+        return self.num_state_blocks + num_held_blocks(
             num_tokens,
             windows=self._windows,
             block_size=self._block_size,

@@ -6,6 +6,7 @@ sequence as far as look-ups need them. The scheduler decides when a sequence run
 
 from __future__ import annotations
 
+import math
 import secrets
 from bisect import bisect_left
 from collections import deque
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from cluster.scheduling.costs import TierPolicy
 from cluster.scheduling.device_tier import DeviceTier, group_key
 from cluster.scheduling.groups import NO_BLOCK, GroupTables
-from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.prefix_cache import CachedPrefix, PrefixCache
 from cluster.scheduling.sequence import (
     FailedAdmission,
     Queued,
     Sequence,
     Swapped,
 )
+from cluster.scheduling.states import StateCopier
 from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy
 
@@ -65,6 +67,10 @@ class KvOptions:
     """The key of the digests of blocks; None selects a random key."""
     windows: tuple[int | None, ...] = (None,)
     """The window of each group of layers, which have a block table each."""
+    state_blocks: int = 0
+    """Number of blocks of the recurrent state of a sequence; 0 without such states."""
+    state_grid: int = 64
+    """Positions at which states are kept are multiples of it and of the block size."""
 
 
 class KvManager:
@@ -82,6 +88,7 @@ class KvManager:
         "num_queried_tokens",
         "pool",
         "prefixes",
+        "states",
     )
 
     def __init__(self, options: KvOptions, *, costs: SwapCosts | None, max_num_tokens: int) -> None:
@@ -89,7 +96,10 @@ class KvManager:
         self.block_size = options.block_size
         """Tokens per block."""
         self.groups = GroupTables(
-            options.windows, block_size=self.block_size, step_tokens=max_num_tokens
+            options.windows,
+            block_size=self.block_size,
+            step_tokens=max_num_tokens,
+            num_state_blocks=options.state_blocks,
         )
         has_cpu_tier = options.enable_prefix_cache and options.enable_cpu_prefix_cache
         num_cpu_blocks = options.num_cpu_blocks
@@ -114,9 +124,15 @@ class KvManager:
             is_enabled=options.enable_prefix_cache,
             save=self.cpu.save_block,
         )
+        grid = math.lcm(options.state_grid, self.block_size)
         self.prefixes = PrefixCache(
-            self.groups, self.device, self.cpu, self.disk, block_size=self.block_size
+            self.groups, self.device, self.cpu, self.disk, block_size=self.block_size, grid=grid
         )
+        self.states: StateCopier | None = None
+        if options.state_blocks:
+            self.states = StateCopier(
+                self.device, self.prefixes, num_blocks=options.state_blocks, grid=grid
+            )
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool
         self._swaps: deque[CopiedBlocks] = deque()
@@ -130,6 +146,8 @@ class KvManager:
         The CPU pool may keep its complete blocks; all other pools become empty.
         """
         self._swaps.clear()
+        if self.states is not None:
+            self.states.clear()
         self.device.clear()
         self.cpu.begin_epoch(is_kept=keeps_cpu_pool)
         if self.disk is not None:
@@ -161,13 +179,14 @@ class KvManager:
         if self._still_fails(sequence, num_needed=num_needed):
             return Refusal.NO_ROOM
         num_shareable = self.prefixes.num_shareable(sequence)
-        hits = self.prefixes.find_blocks(sequence, num_shareable)
-        if not self._share_hits(sequence, hits, num_shareable, num_needed=num_needed):
+        prefix = self.prefixes.find_blocks(sequence, num_shareable)
+        if not self._share_prefix(sequence, prefix, num_shareable, num_needed=num_needed):
             return Refusal.NO_ROOM
-        if self.cpu.is_enabled and len(hits) < num_shareable * self.groups.num_groups:
-            hits = self.prefixes.load_blocks(
-                sequence, hits, num_shareable, num_tokens=num_tokens, num_spare=num_spare
+        if self.cpu.is_enabled and len(prefix.table) < num_shareable * self.groups.num_groups:
+            prefix = self.prefixes.load_blocks(
+                sequence, prefix, num_shareable, num_tokens=num_tokens, num_spare=num_spare
             )
+        hits, state_ids = prefix
         num_cached = len(hits) // self.groups.num_groups
         sequence.num_computed = num_cached * self.block_size
         if self.device.is_enabled:
@@ -180,7 +199,9 @@ class KvManager:
             num_registered=num_cached,
             num_verified=self.device.num_verified(hits) // self.groups.num_groups,
         )
-        return Admitted(awaits_copies=not self.device.arriving.isdisjoint(hits))
+        if self.states is not None:
+            self.states.admit(sequence, state_ids)
+        return Admitted(awaits_copies=not self.device.arriving.isdisjoint((*hits, *state_ids)))
 
     def fork(
         self, sequence: Sequence, donor: Sequence, *, num_tokens: int, num_spare: int
@@ -220,7 +241,12 @@ class KvManager:
         return Admitted(donor=donor, copies=copies)
 
     def find_donor(self, sequence: Sequence, step: int) -> Sequence | None:
-        """Return a sibling that a sequence may be forked from in the plan of `step`, or None."""
+        """Return a sibling that a sequence may be forked from in the plan of `step`, or None.
+
+        The state of a sibling with the whole prompt is of no use for its last token.
+        """
+        if self.states is not None:
+            return None
         if not self.groups.has_windows or not sequence.index:
             return sequence.find_donor(step)
         return sequence.find_donor(step, self.groups.num_dead(sequence.num_prompt_tokens - 1))
@@ -280,10 +306,15 @@ class KvManager:
         self.pool.release_all(self.groups.live_blocks(sequence.blocks.ids))
         for block in sequence.blocks.reserved_ids:
             self.pool.release(block)
+        if self.states is not None:
+            self.states.release(sequence)
         if isinstance(sequence.state, Swapped):
             for block in self.groups.live_blocks(sequence.state.cpu_ids):
                 self.cpu_pool.release(block)
+            for block in sequence.state.state_ids:
+                self.cpu_pool.release(block)
             sequence.state.cpu_ids = []
+            sequence.state.state_ids = []
         sequence.drop_blocks()
 
     def num_shared(self, sequence: Sequence) -> int:
@@ -315,14 +346,15 @@ class KvManager:
         """
         if not self.cpu.is_enabled or not self.cpu.policy.is_open:
             return False
-        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= self.num_unshared(sequence, 0)
+        num_blocks = self.num_unshared(sequence, 0) + self.groups.num_state_blocks
+        return self.cpu_pool.num_free - self.cpu_pool.num_idle >= num_blocks
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Return whether there is something to swap out, and the CPU pool has room for it."""
         if self.groups.has_windows:
             self._release_dead(sequence)
         num_blocks = self.num_unshared(sequence, self.num_shared(sequence))
-        return 0 < num_blocks <= self.cpu_pool.num_free
+        return 0 < num_blocks <= self.cpu_pool.num_free - self.groups.num_state_blocks
 
     def swap_out(self, sequence: Sequence, step: int) -> tuple[Swapped, list[BlockCopy]]:
         """Move the blocks that others do not share to the CPU pool, in the plan of `step`.
@@ -333,12 +365,26 @@ class KvManager:
         num_shared = self.num_shared(sequence)
         table = sequence.blocks.ids[num_shared * self.groups.num_groups :].tolist()
         sources = self.groups.live_blocks(table)
+        num_live = len(sources)
+        live_state: list[int] = []
+        if self.states is not None:
+            loads = self.states.loads_of(sequence)
+            sources = sources + loads
+            if not loads:
+                live_state = self.cpu_pool.allocate_all(self.states.num_blocks)
+                self.states.evict_live(sequence, live_state)
         targets = self.cpu_pool.allocate_all(len(sources))
         self._pin_copied(step, sources, targets)
+        # Anything may overwrite the live state at once.
+        self._pin_copied(step, [], live_state)
         self.release(sequence)
-        copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
-        cpu_ids = _filled(table, targets)
-        return Swapped(cpu_ids=cpu_ids, num_unswapped=num_shared, ready_step=step), copies
+        swapped = Swapped(
+            cpu_ids=_filled(table, targets[:num_live]),
+            num_unswapped=num_shared,
+            ready_step=step,
+            state_ids=targets[num_live:] + live_state,
+        )
+        return swapped, [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def swap_in(
         self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
@@ -360,10 +406,13 @@ class KvManager:
         if len(hits) < swapped.num_unswapped * num_groups:
             self.release(sequence)
             return Refusal.LOST
-        if not self._share_hits(sequence, hits, num_shareable, num_needed=num_needed):
+        prefix = CachedPrefix(hits, [])
+        if not self._share_prefix(sequence, prefix, num_shareable, num_needed=num_needed):
             return Refusal.NO_ROOM
         table = swapped.cpu_ids[len(hits) - swapped.num_unswapped * num_groups :]
         sources = self.groups.live_blocks(table)
+        num_live = len(sources)
+        sources = [*sources, *swapped.state_ids]
         targets = self.pool.allocate_all(len(sources))
         self._pin_copied(step, targets, sources)
         num_registered = len(hits) // num_groups
@@ -373,11 +422,13 @@ class KvManager:
         self.release(sequence)
         self._hold_blocks(
             sequence,
-            hits + _filled(table, targets),
+            hits + _filled(table, targets[:num_live]),
             num_tokens=num_tokens,
             num_registered=num_registered,
             num_verified=num_verified,
         )
+        if self.states is not None:
+            self.states.resume(sequence, targets[num_live:])
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def _pin_copied(self, step: int, block_ids: list[int], cpu_block_ids: list[int]) -> None:
@@ -427,7 +478,10 @@ class KvManager:
         if loads:
             targets = [copy.target for copy in loads]
             self._swaps.append(CopiedBlocks(step, targets, [copy.source for copy in loads]))
-        return self.cpu.take_copies(step) if self.cpu.is_enabled else [], loads
+        evictions = self.cpu.take_copies(step) if self.cpu.is_enabled else []
+        if self.states is not None:
+            evictions += self.states.take_evictions()
+        return evictions, loads
 
     def _hold_blocks(
         self,
@@ -487,21 +541,22 @@ class KvManager:
         num_reserved = min(num_released, num_wanted, self.pool.num_free)
         blocks.reserved_ids += self.pool.allocate_all(max(0, num_reserved))
 
-    def _share_hits(
-        self, sequence: Sequence, hits: list[int], num_shareable: int, *, num_needed: int
+    def _share_prefix(
+        self, sequence: Sequence, prefix: CachedPrefix, num_shareable: int, *, num_needed: int
     ) -> bool:
-        """Own the blocks of the table `hits` if there is room for `num_needed` with them.
+        """Own the blocks of a prefix if there is room for `num_needed` with them.
 
         Otherwise note the failure, and return False.
         """
         assert isinstance(sequence.state, Queued)
-        live = self.groups.live_blocks(hits)
+        hits = prefix.table
+        live = self.groups.live_blocks(hits) + prefix.state_ids
         num_shared = self.pool.num_in_use(live)
         if num_needed - num_shared <= self.pool.num_free:
             self.pool.share_all(live)
             return True
         num_found, next_key, num_more = len(hits) // self.groups.num_groups, None, 0
-        if not self.groups.is_uniform:
+        if self.states is not None or not self.groups.is_uniform:
             num_more = self.groups.num_seen(num_found, num_shareable)
         elif num_found < min(num_shareable, len(sequence.blocks.keys)):
             next_key = sequence.blocks.keys[num_found]
@@ -536,6 +591,8 @@ class Refusal(Enum):
 
     IS_SAMPLED = auto()
     """A token of it is still being sampled."""
+    AWAITS_MASK = auto()
+    """The mask of its next token is not made."""
     NO_ROOM = auto()
     """Too few blocks are free."""
     AWAITS_DISK = auto()

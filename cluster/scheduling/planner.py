@@ -98,6 +98,8 @@ class Planner:
             self._plan_prompts(prefills, budget)
         if draft.prefilled:
             self._register(budget)
+        if self._kv.states is not None:
+            draft.copies += self._kv.states.end_draft()
         draft.swap_outs = self._preemptor.swap_outs
         draft.evictions, draft.restores = self._kv.take_copies(step)
         if self._kv.disk is not None:
@@ -161,6 +163,8 @@ class Planner:
         if sequence.masks is None or not sequence.masks.num_deferred:
             last_position, num_slots = sequence.max_length - 1, sequence.blocks.num_slots
             sequence.unchecked_until = num_slots if num_slots < last_position else last_position
+        if self._kv.states is not None:
+            self._kv.states.begin_decode(sequence)
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], budget: StepBudget) -> None:
@@ -227,6 +231,9 @@ class Planner:
         num_tokens, num_spare = self._size.measure(sequence)
         if sequence.num_pending:
             return Refusal.IS_SAMPLED
+        if sequence.awaits_mask:
+            budget.draft.deferred.append(sequence)
+            return Refusal.AWAITS_MASK
         donor = self._kv.find_donor(sequence, budget.step)
         if donor is None:
             return self._kv.admit(sequence, budget.step, num_tokens=num_tokens, num_spare=num_spare)
@@ -248,6 +255,8 @@ class Planner:
             active.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         copies_step = budget.step if admission.awaits_copies else None
         self._table.start_sequence(sequence, copies_step=copies_step)
+        if sequence.is_deferred:
+            budget.draft.deferred.append(sequence)
         budget.draft.copies += admission.copies
         budget.draft.add_start(sequence, admission.donor, kv=self._kv)
         if not admission.awaits_copies:
@@ -261,6 +270,8 @@ class Planner:
         if self._pace is not None:
             # A sequence that has just started has at least a token.
             num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
+        if self._kv.states is not None:
+            num_tokens = self._kv.states.begin_chunk(sequence, num_tokens)
         num_tokens = self._kv.reserve_chunk(sequence, num_tokens)
         if self._pace is not None:
             self._pace.add_tokens(num_tokens, first_position=first_position)
@@ -422,6 +433,7 @@ class PlanDraft:
         "copies",
         "decode_positions",
         "decodes",
+        "deferred",
         "disk_reads",
         "disk_writes",
         "evictions",
@@ -465,6 +477,8 @@ class PlanDraft:
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []
         """Sequences that compute known tokens."""
+        self.deferred: list[Sequence] = []
+        """Sequences that start with masks that must be made before their tokens are planned."""
         self.texts: TextBatch | None = None
 
     @property

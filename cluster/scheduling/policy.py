@@ -124,7 +124,7 @@ class Preemptor:
 
     def may_preempt(self, head: Sequence, preempting: Collection[Sequence]) -> bool:
         """Return whether a waiting sequence may take the row of another sequence."""
-        if head.num_pending:
+        if head.num_pending or head.awaits_mask:
             return False
         if head.state is self.pending:
             return True
@@ -216,7 +216,8 @@ class Preemptor:
         num_shared = self._kv.num_shared(sequence)
         first_position = num_shared * self._kv.block_size
         return self._swap_costs.choose_swap(
-            num_blocks=self._kv.num_unshared(sequence, num_shared),
+            num_blocks=self._kv.num_unshared(sequence, num_shared)
+            + self._kv.groups.num_state_blocks,
             first_position=first_position,
             num_tokens=sequence.num_computed - first_position,
         )

@@ -1,32 +1,49 @@
 """The prefixes of sequences in every tier: finds, copies to the tier above, adds and forgets them.
 
 A prefix needs the blocks that the query behind it sees: in a group without a window all, in a
-window group the last. The keys of a sequence are computed as far as look-ups need them.
+window group the last. In models with recurrent states, it also needs the state after its last
+token. The keys of a sequence are computed as far as look-ups need them.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.device_tier import group_key
+from cluster.scheduling.device_tier import group_key, state_key
 from cluster.scheduling.groups import NO_BLOCK
 from cluster.scheduling.sequence import DiskRead, Sequence, Waiting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.device_tier import BlockKey, DeviceTier
     from cluster.scheduling.groups import GroupTables
     from cluster.scheduling.tiers import CpuTier, DiskTier
 
-__all__ = ["PrefixCache"]
+__all__ = ["CachedPrefix", "PrefixCache"]
+
+
+class CachedPrefix(NamedTuple):
+    """The blocks of a prefix on the device."""
+
+    table: list[int]
+    state_ids: list[int]
+    """Blocks of the recurrent state after its tokens, if any layer has one."""
 
 
 class PrefixCache:
     """Looks sequences up in the tiers of the prefix cache, and adds their blocks."""
 
-    __slots__ = ("_block_size", "_cpu", "_device", "_disk", "_groups")
+    __slots__ = (
+        "_cpu",
+        "_device",
+        "_disk",
+        "_grid_entries",
+        "_groups",
+        "_num_state_blocks",
+        "block_size",
+    )
 
     def __init__(
         self,
@@ -36,34 +53,77 @@ class PrefixCache:
         disk: DiskTier | None,
         *,
         block_size: int,
+        grid: int = 1,
     ) -> None:
+        """Recurrent states, if there are any, are kept at multiples of `grid` only."""
         self._groups = groups
         self._device = device
         self._cpu = cpu
         self._disk = disk
-        self._block_size = block_size
+        self.block_size = block_size
+        """Tokens per block."""
+        self._num_state_blocks = groups.num_state_blocks
+        self._grid_entries = grid // block_size
 
-    def find_blocks(self, sequence: Sequence, num_shareable: int) -> list[int]:
-        """Return the table of the longest prefix of a sequence that is cached on the device."""
-        device, groups = self._device, self._groups
+    def find_blocks(self, sequence: Sequence, num_shareable: int) -> CachedPrefix:
+        """Return the longest prefix of a sequence that is cached on the device."""
+        groups = self._groups
         hits = self._find_chain(sequence, num_shareable)
-        if groups.is_uniform:
-            return hits
+        if groups.is_uniform and not self._num_state_blocks:
+            return CachedPrefix(hits, [])
         known = len(hits) if groups.num_full else num_shareable
-        while known < num_shareable and self._has(sequence, known):
+        while known < num_shareable and self._has(self.key_at(sequence, known)):
             known += 1
         sequence.blocks.num_known = known
-        end = groups.longest_prefix(
+        end = self._longest_prefix(
+            sequence,
             len(hits) if groups.num_full else num_shareable,
-            lambda index, group: device.find_block(self.key_at(sequence, index, group)) is not None,
+            lambda key: self._device.find_block(key) is not None,
             first=len(hits) if groups.num_full == 1 else 0,
         )
-        return self._device_table(sequence, hits, end, groups.num_dead(end * self._block_size))
+        num_dead = groups.num_dead(end * self.block_size)
+        table = self._device_table(sequence, hits, end, num_dead)
+        keys = self.state_keys(sequence, end * self.block_size)
+        state_ids = [block for key in keys if (block := self._device.find_block(key)) is not None]
+        return CachedPrefix(table, state_ids)
+
+    def state_keys(self, sequence: Sequence, num_tokens: int) -> Iterator[BlockKey]:
+        """Yield the keys of the recurrent state after the first tokens, which fill blocks."""
+        if not self._num_state_blocks or not num_tokens:
+            return
+        num_entries = num_tokens // self.block_size
+        for index in range(len(sequence.blocks.keys), num_entries):
+            self.key_at(sequence, index)
+        for part in range(self._num_state_blocks):
+            yield state_key(sequence.blocks.keys[num_entries - 1], part)
+
+    def _longest_prefix(
+        self, sequence: Sequence, most: int, has: Callable[[BlockKey], bool], *, first: int
+    ) -> int:
+        """Return the entries of the longest prefix of which `has` returns that its keys are there.
+
+        The first entries have their blocks in groups without a window.
+        """
+        groups, size = self._groups, self.block_size
+
+        def has_place(index: int, group: int) -> bool:
+            return has(self.key_at(sequence, index, group))
+
+        end = groups.longest_prefix(most, has_place, first=first)
+        if not self._num_state_blocks:
+            return end
+        while True:
+            most = end // self._grid_entries * self._grid_entries
+            while most and not all(map(has, self.state_keys(sequence, most * size))):
+                most -= self._grid_entries
+            if most == end or not groups.has_windows:
+                return most
+            end = groups.longest_prefix(most, has_place, first=min(first, most))
 
     def find_swapped(self, sequence: Sequence, num_shareable: int) -> list[int]:
         """Return the table of the leading blocks of a swapped sequence that are cached."""
         # It writes to no block of tokens that it has computed.
-        most = min(num_shareable, sequence.num_computed // self._block_size)
+        most = min(num_shareable, sequence.num_computed // self.block_size)
         hits = self._find_chain(sequence, most)
         if self._groups.is_uniform:
             return hits
@@ -107,7 +167,7 @@ class PrefixCache:
             b"" if blocks.keys else device.root(request.tenant, request.cache_salt),
             sequence.token_ids,
             num_blocks=num_shareable,
-            block_size=self._block_size,
+            block_size=self.block_size,
         )
         if not self._groups.num_full:
             # A prefix need not have its first blocks.
@@ -118,66 +178,74 @@ class PrefixCache:
     def load_blocks(
         self,
         sequence: Sequence,
-        hits: list[int],
+        prefix: CachedPrefix,
         num_shareable: int,
         *,
         num_tokens: int,
         num_spare: int,
-    ) -> list[int]:
-        """Copy blocks from the CPU pool for a longer prefix than `hits`, and return its table.
+    ) -> CachedPrefix:
+        """Copy blocks from the CPU pool for a longer prefix, and return that.
 
-        `hits` are owned. None are copied if they are better computed.
+        `prefix` is owned. None are copied if they are better computed.
         """
-        cpu, device, groups = self._cpu, self._device, self._groups
+        cpu, device, groups, hits = self._cpu, self._device, self._groups, prefix.table
         first = len(hits) // groups.num_groups
-        end = counted = groups.longest_prefix(
-            num_shareable, partial(self._has, sequence), first=first
+        end = counted = self._longest_prefix(
+            sequence, num_shareable, self._has, first=first
         )
         while counted < num_shareable and cpu.policy.note_lookup(
             self.key_at(sequence, counted).digest
         ):
             counted += 1
-        if end == first:
-            return hits
-        num_dead = groups.num_dead(end * self._block_size)
+        if end <= first:
+            return prefix
+        num_dead = groups.num_dead(end * self.block_size)
         table = hits + [NO_BLOCK] * ((end - first) * groups.num_groups)
+        wanted = [
+            (index * groups.num_groups + group, self.key_at(sequence, index, group))
+            for index in range(first, end)
+            for group, dead in enumerate(num_dead)
+            if index >= dead
+        ]
+        # The state follows behind the table.
+        num_places = len(table)
+        wanted += enumerate(self.state_keys(sequence, end * self.block_size), num_places)
+        table += [NO_BLOCK] * self._num_state_blocks
         places, sources, shared, keys = [], [], [], []
-        for index in range(first, end):
-            for group, dead in enumerate(num_dead):
-                if index < dead:
-                    continue
-                key, place = self.key_at(sequence, index, group), index * groups.num_groups + group
-                block = device.find_block(key)
-                if block is None:
-                    source = cpu.find_block(key)
-                    assert source is not None
-                    places.append(place)
-                    sources.append(source)
-                    keys.append(key)
-                else:
-                    table[place] = block
-                    shared.append(block)
+        for place, key in wanted:
+            block = device.find_block(key)
+            if block is None:
+                source = cpu.find_block(key)
+                assert source is not None
+                places.append(place)
+                sources.append(source)
+                keys.append(key)
+            else:
+                table[place] = block
+                shared.append(block)
         num_missing = groups.num_missing(num_tokens, num_entries=end, num_dead=num_dead)
         num_needed = len(sources) + len(shared) - self._device.pool.num_in_use(shared) + num_missing
         if num_needed + num_spare > self._device.pool.num_free or not cpu.policy.is_restored(
             len(sources), first=first, end=end
         ):
-            return hits
+            return prefix
         self._device.pool.share_all(shared)
+        for block in prefix.state_ids:
+            self._device.pool.release(block)
         for group, dead in enumerate(num_dead):
             for place in range(group, min(dead, first) * groups.num_groups, groups.num_groups):
                 if table[place] != NO_BLOCK:
                     self._device.pool.release(table[place])
                     table[place] = NO_BLOCK
         # The device blocks for the copies may be evicted to the CPU pool.
-        cpu.begin_loads(sources, num_entries=len({place // groups.num_groups for place in places}))
+        entries = {place // groups.num_groups for place in places if place < num_places}
+        cpu.begin_loads(sources, num_entries=len(entries))
         for place, block in zip(places, device.load_blocks(keys, sources), strict=True):
             table[place] = block
-        return table
+        return CachedPrefix(table[:num_places], table[num_places:])
 
-    def _has(self, sequence: Sequence, index: int, group: int = 0) -> bool:
-        """Return whether the CPU pool or the device has the block of an entry and a group."""
-        key = self.key_at(sequence, index, group)
+    def _has(self, key: BlockKey) -> bool:
+        """Return whether the CPU pool or the device has the block with a key."""
         return self._cpu.find_block(key) is not None or self._device.find_block(key) is not None
 
     def awaits_disk(self, sequence: Sequence, step: int) -> bool:
@@ -202,10 +270,9 @@ class PrefixCache:
         """
         cpu, device, groups = self._cpu, self._device, self._groups
         num_shareable = self.num_shareable(sequence)
-        first = len(self.find_blocks(sequence, num_shareable)) // groups.num_groups
+        first = len(self.find_blocks(sequence, num_shareable).table) // groups.num_groups
 
-        def has(index: int, group: int) -> bool:
-            key = self.key_at(sequence, index, group)
+        def has(key: BlockKey) -> bool:
             return (
                 device.find_block(key) is not None
                 or disk.step_of_read(key) is not None
@@ -213,29 +280,36 @@ class PrefixCache:
                 or (disk.find_block(key) is not None and not cpu.has_key(key))
             )
 
-        end = groups.longest_prefix(num_shareable, has, first=first)
-        num_dead = groups.num_dead(end * self._block_size)
+        end = self._longest_prefix(sequence, num_shareable, has, first=first)
+        num_dead = groups.num_dead(end * self.block_size)
+        wanted = [
+            (index, self.key_at(sequence, index, group))
+            for index in range(first, end)
+            for group, dead in enumerate(num_dead)
+            if index >= dead
+        ]
+        if end > first:
+            wanted += ((end - 1, key) for key in self.state_keys(sequence, end * self.block_size))
         keys: list[BlockKey] = []
         entries: list[int] = []
         num_kept, last_step = 0, None
-        for index in range(first, end):
-            for group, dead in enumerate(num_dead):
-                key = self.key_at(sequence, index, group)
-                if index < dead or device.find_block(key) is not None:
-                    continue
-                read_step = disk.step_of_read(key)
-                if read_step is not None:
-                    last_step = read_step if last_step is None else max(last_step, read_step)
-                elif cpu.find_block(key) is not None:
-                    # Blocks that are read must not take its place.
-                    cpu.touch_key(key)
-                    num_kept += 1
-                else:
-                    keys.append(key)
-                    entries.append(index)
+        for index, key in wanted:
+            if device.find_block(key) is not None:
+                continue
+            read_step = disk.step_of_read(key)
+            if read_step is not None:
+                last_step = read_step if last_step is None else max(last_step, read_step)
+            elif cpu.find_block(key) is not None:
+                # Blocks that are read must not take its place.
+                cpu.touch_key(key)
+                num_kept += 1
+            else:
+                keys.append(key)
+                entries.append(index)
         num_readable = disk.num_readable(num_kept)
-        # Without all blocks of its windows, no longer prefix is found.
-        del keys[0 if self._groups.has_windows and len(keys) > num_readable else num_readable :]
+        # Without all blocks of its windows and its state, no longer prefix is found.
+        is_whole = groups.has_windows or self._num_state_blocks > 0
+        del keys[0 if is_whole and len(keys) > num_readable else num_readable :]
         if not keys or not cpu.policy.is_read(
             len(keys),
             num_reading=disk.num_reading,
@@ -255,7 +329,7 @@ class PrefixCache:
         if num_tokens > sequence.num_computed:
             num_tokens = sequence.num_computed
         blocks = sequence.blocks
-        num_full, index = num_tokens // self._block_size, blocks.num_registered
+        num_full, index = num_tokens // self.block_size, blocks.num_registered
         is_uniform, key_at = self._groups.is_uniform, self.key_at
         while index < num_full:
             if not is_uniform:
@@ -265,7 +339,7 @@ class PrefixCache:
             ):
                 device.mark_verified((blocks.ids[index],))
             index += 1
-        sequence.note_registered(index, self._block_size)
+        sequence.note_registered(index, self.block_size)
 
     def _register_entry(self, sequence: Sequence, index: int) -> None:
         """Add the blocks of an entry to the prefix cache, except blocks that were released."""
@@ -281,8 +355,10 @@ class PrefixCache:
 
         Its block must not have been shared since it was computed, and is not shared until then.
         """
+        # A recurrent state cannot lose a token.
+        assert not self._num_state_blocks
         sequence.num_computed -= 1
-        blocks, index = sequence.blocks, sequence.num_computed // self._block_size
+        blocks, index = sequence.blocks, sequence.num_computed // self.block_size
         if index >= blocks.num_registered:
             return
         num_groups = self._groups.num_groups
@@ -290,7 +366,7 @@ class PrefixCache:
         for group, block in enumerate(entry):
             if self._device.find_block(group_key(blocks.keys[index], group)) == block:
                 self._device.forget_block(block)
-        sequence.note_registered(index, self._block_size)
+        sequence.note_registered(index, self.block_size)
 
     def mark_verified(self, sequence: Sequence) -> None:
         """Record that the logits that gave a sequence its last token were finite."""
@@ -300,7 +376,7 @@ class PrefixCache:
             blocks.unverified = []
         if blocks.num_verified >= blocks.num_registered:
             return
-        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        num_full = (len(sequence.token_ids) - 1) // self.block_size
         num_groups, end = self._groups.num_groups, min(num_full, blocks.num_registered)
         verified = blocks.ids[blocks.num_verified * num_groups : end * num_groups]
         self._device.mark_verified(verified)
@@ -314,7 +390,10 @@ class PrefixCache:
         """
         keys, first = sequence.blocks.keys, sequence.blocks.num_verified
         every_group = range(self._groups.num_groups)
-        for key in [group_key(key, group) for key in keys for group in every_group]:
+        found = [group_key(key, group) for key in keys for group in every_group]
+        for num_entries in range(self._grid_entries, len(keys) + 1, self._grid_entries):
+            found += self.state_keys(sequence, num_entries * self.block_size)
+        for key in found:
             self._cpu.forget_key(key)
             if self._disk is not None:
                 self._disk.forget_key(key)
@@ -333,14 +412,14 @@ class PrefixCache:
             return 0
         if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
             return 0
-        return (len(sequence.token_ids) - 1) // self._block_size
+        return (len(sequence.token_ids) - 1) // self.block_size
 
     def key_at(self, sequence: Sequence, index: int, group: int = 0) -> BlockKey:
         """Return the key of the block of entry `index` in a group, after its predecessors' keys."""
         keys = sequence.blocks.keys
         if index == len(keys):
-            first = index * self._block_size
-            tokens = sequence.token_ids[first : first + self._block_size]
+            first = index * self.block_size
+            tokens = sequence.token_ids[first : first + self.block_size]
             parent = keys[-1].digest if keys else self.parent_of(sequence, 0)
             keys.append(self._device.key_after(parent, tokens))
         return group_key(keys[index], group) if group else keys[index]

@@ -167,6 +167,10 @@ class Scheduler:
             active.sequences[0].blocks.keys, active.sequences[0].blocks.keys_revision = keys
         self._recovery.quarantine_new_request(active)
         self._has_structures = self._has_structures or request.grammar is not None
+        if self._kv.states is not None:
+            for sequence in active.sequences:
+                if sequence.masks is not None:
+                    sequence.masks.defer_all()
         self._table.add_request(active)
         self._prompt_logprobs.add_request(active)
         self._deadlines.add_request(request)
@@ -248,6 +252,7 @@ class Scheduler:
         if len(self._in_flight) == self.max_plans_in_flight or self._recovery.needs_repair:
             return None
         draft = self._draft_plan()
+        self._deferred += [one for one in draft.deferred if one not in self._deferred]
         if draft.is_empty:
             return None
         plan = draft.build_plan()

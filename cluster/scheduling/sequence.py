@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +14,7 @@ from pagedray.batch import PromptLogprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
+    from cluster.scheduling.states import SequenceStates
     from pagedray.request import Matcher, Request
 
 __all__ = [
@@ -95,6 +96,8 @@ class Swapped(Queued):
     """Entries before these that were not swapped out, since others shared their blocks."""
     ready_step: int
     """The step that fills the CPU blocks."""
+    state_ids: list[int] = field(default_factory=list)
+    """CPU blocks with its recurrent state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -370,7 +373,15 @@ class Sequence:
     @property
     def lacks_mask(self) -> bool:
         """Whether the mask of its next token must be made before that token is planned."""
-        return self.masks is not None and not self.masks.is_awaited
+        masks = self.masks
+        if masks is None or masks.is_awaited:
+            return False
+        return self.length >= self.num_prompt_tokens + masks.start
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it must not start before the mask of its next token is made."""
+        return self.masks is not None and self.masks.is_strict and self.lacks_mask
 
     @property
     def waits_for_mask(self) -> bool:
@@ -388,9 +399,11 @@ class Sequence:
 class SequenceMasks:
     """When a sequence needs masks, and whether steps wait for them."""
 
-    __slots__ = ("is_made", "matcher", "num_deferred", "start")
+    __slots__ = ("is_made", "is_strict", "matcher", "num_deferred", "start")
 
     def __init__(self, start: int) -> None:
+        self.is_strict = False
+        """Whether no token may be computed twice, so that every token waits for its mask."""
         self.start = start
         """Number of generated tokens after which the sequence samples under masks."""
         self.matcher: Matcher | None = None
@@ -405,11 +418,15 @@ class SequenceMasks:
         """Whether a step waits for the mask of the next token, or has it."""
         return not self.num_deferred or self.is_made
 
+    def defer_all(self) -> None:
+        """Let every token wait for its mask."""
+        self.is_strict, self.num_deferred = True, 1
+
     def note_made(self, *, is_late: bool) -> None:
         """Note a mask; after a late mask, no step waits for the next masks."""
         if is_late:
             self.num_deferred = _NUM_DEFERRED
-        elif self.num_deferred:
+        elif self.num_deferred and not self.is_strict:
             self.num_deferred -= 1
 
 
@@ -449,6 +466,7 @@ class SequenceBlocks:
         "num_verified",
         "num_wanted",
         "reserved_ids",
+        "states",
         "unverified",
     )
 
@@ -474,7 +492,9 @@ class SequenceBlocks:
         self.num_wanted = 0
         """Entries for which the sequence got blocks when it started."""
         self.unverified = list[tuple[int, BlockKey]]()
-        """Blocks released behind a window before their values gave finite logits."""
+        """Blocks released before their values gave finite logits."""
+        self.states: SequenceStates | None = None
+        """Snapshots of its recurrent state, if any layer has one."""
         self.num_slots = 0
         """Capacity of the block table in tokens."""
         self.reserved_ids: list[int] = []

@@ -10,6 +10,9 @@ when the plan arrives. The worker checks everything it can observe.
 In several groups of layers, each has fingerprints of its own. A query must find the right content
 in every block that the window of the group shows it; what lies behind the window may be anything.
 
+With recurrent states, the blocks behind the pool are the live states of rows: every slot of a part
+stands for the tokens that the row has taken in. A chunk must find exactly the tokens before it.
+
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
 """
@@ -64,6 +67,11 @@ def fingerprints(tenant: str, token_ids: Sequence[int]) -> list[int]:
 def in_group(fingerprint: int, group: int) -> int:
     """Return what a group of layers keeps for a fingerprint."""
     return hash((fingerprint, group)) if group else fingerprint
+
+
+def in_state(chain: Sequence[int], num_tokens: int, part: int) -> int:
+    """Return what a part of the recurrent state keeps after the first tokens."""
+    return hash((chain[num_tokens - 1] if num_tokens else 0, part, "state"))
 
 
 def first_parent(tenant: str) -> int:
@@ -155,6 +163,7 @@ class FakeWorker:
         block_copy_s: float = 0.0,
         token_s: float = 0.0,
         windows: tuple[int | None, ...] = (None,),
+        state_blocks: int = 0,
     ) -> None:
         """`cpu_blocks` are those of a pool that outlived another worker."""
         self._windows = windows
@@ -168,7 +177,11 @@ class FakeWorker:
         """By step, the rows that sample nothing, since their masks were late."""
         self._block_copy_s = block_copy_s
         self._token_s = token_s
-        self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
+        self.num_blocks = num_blocks
+        self.state_blocks = state_blocks
+        self.device: list[Block] = [
+            [None] * block_size for _ in range(num_blocks + max_num_seqs * state_blocks)
+        ]
         self.cpu: list[Block] = cpu_blocks or [[None] * block_size for _ in range(num_cpu_blocks)]
         self.disk: list[Block] = [[None] * block_size for _ in range(num_disk_blocks)]
         self.disk_jobs: dict[bool, deque[tuple[int, list[tuple[BlockCopy, Block]]]]] = {
@@ -236,10 +249,14 @@ class FakeWorker:
             assert not (is_new and found in known_bad), "a block that is known to be bad was found"
         for sequence in plan.sequences:
             self.rows[sequence.row].next_position = sequence.first_position
+            self._check_state(sequence)
         self._write(plan.sequences)
         for sequence in plan.sequences:
             self._attend(sequence)
+        for sequence in plan.sequences:
+            self._take_in(sequence)
         late_rows = self.late_rows.pop(plan.step, set())
+        assert not (late_rows and self.state_blocks), "a row will take a token in twice"
         for sequence in plan.sequences:
             end = sequence.first_position + sequence.num_tokens
             self.rows[sequence.row].next_position = end - (sequence.row in late_rows)
@@ -306,7 +323,9 @@ class FakeWorker:
     def _evict(self, step: int, copy: BlockCopy) -> None:
         """Copy a block whose source may be overwritten at once."""
         content = list(self.device[copy.source])
-        assert not any(isinstance(value, BadValue) for value in content), "bad values are kept"
+        is_live = copy.source >= self.num_blocks
+        is_bad = any(isinstance(value, BadValue) for value in content)
+        assert is_live or not is_bad, "bad values are kept"
         self.device[copy.source] = [None] * self.block_size
         self.cpu[copy.target] = [None] * self.block_size
         self._pending_evictions.append((step, copy.target, content))
@@ -353,6 +372,28 @@ class FakeWorker:
                 found, expected = self.device[block][slot], in_group(row.chain[position], group)
                 assert found == expected, f"position {position} of row {plan.row} is wrong"
 
+    def _live_blocks(self, row: int) -> range:
+        first = self.num_blocks + row * self.state_blocks
+        return range(first, first + self.state_blocks)
+
+    def _check_state(self, plan: SequencePlan) -> None:
+        """Check that the live state of a row has exactly the tokens before a chunk."""
+        row = self.rows[plan.row]
+        for part, block in enumerate(self._live_blocks(plan.row) if plan.first_position else ()):
+            expected = in_state(row.chain, plan.first_position, part)
+            for value in self.device[block]:
+                if isinstance(value, BadValue):
+                    row.bad = row.bad or value
+                else:
+                    assert value == expected, f"row {plan.row} has another state"
+
+    def _take_in(self, plan: SequencePlan) -> None:
+        """Replace the live state of a row, with the tokens of a chunk."""
+        row, end = self.rows[plan.row], plan.first_position + plan.num_tokens
+        for part, block in enumerate(self._live_blocks(plan.row)):
+            value = in_state(row.chain, end, part) if row.bad is None else row.bad
+            self.device[block] = [value] * self.block_size
+
     def _value(self, row: _Row, position: int) -> int | BadValue:
         """Return what a row computes at its next position."""
         seed, index = row.start.seed, row.start.index
@@ -365,13 +406,18 @@ class FakeWorker:
         if row.has_read_hits:
             return row.bad
         row.has_read_hits = True
-        for group in range(len(self._windows)):
-            for position in range(self._first_seen(num_tokens, group), num_tokens):
-                block, slot = self._slot(row, position, group)
-                found = self.device[block][slot]
-                if isinstance(found, BadValue):
-                    row.bad = found
-                    return row.bad
+        places = [
+            self._slot(row, position, group)
+            for group in range(len(self._windows))
+            for position in range(self._first_seen(num_tokens, group), num_tokens)
+        ]
+        if num_tokens:
+            places += [(block, 0) for block in self._live_blocks(row.start.row)]
+        for block, slot in places:
+            found = self.device[block][slot]
+            if isinstance(found, BadValue):
+                row.bad = found
+                return row.bad
         return None
 
     def _sample(self, plan: SequencePlan) -> int:

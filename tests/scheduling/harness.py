@@ -51,8 +51,11 @@ class Harness:
         enable_cpu_prefix_cache: bool = True,
         num_disk_blocks: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        state_blocks: int = 0,
+        state_grid: int = 4,
     ) -> None:
         self.windows = windows
+        self.state_blocks = state_blocks
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -73,6 +76,8 @@ class Harness:
                 num_disk_blocks=num_disk_blocks,
                 hash_key=HASH_KEY,
                 windows=windows,
+                state_blocks=state_blocks,
+                state_grid=state_grid,
             ),
             max_model_len=max_model_len,
         )
@@ -122,6 +127,7 @@ class Harness:
         generated: Sequence[tuple[int, ...] | None] = (),
         seed: int | None = None,
         is_masked: bool = False,
+        anchors: Sequence[int] = (),
     ) -> str:
         """Add a request and return its id.
 
@@ -147,6 +153,7 @@ class Harness:
             priority=priority,
             deadline_s=deadline_s,
             generated_token_ids=tuple(generated),
+            anchors=tuple(anchors),
             grammar=self.masks if is_masked else None,
         )
         self.scheduler.add_request(request)
@@ -271,7 +278,7 @@ class Harness:
     def replace_worker(self, *, keeps_cpu_pool: bool = False) -> None:
         """Replace the worker; everything in flight is lost. The CPU pool is new, or as it was."""
         cpu_blocks = self.worker.cpu if keeps_cpu_pool else None
-        num_blocks = len(self.worker.device), len(self.worker.cpu)
+        num_blocks = self.worker.num_blocks, len(self.worker.cpu)
         self.worker = self._make_worker(*num_blocks, cpu_blocks)
         self.acknowledged_step = -1
         self._masked_step = -1
@@ -393,6 +400,7 @@ class Harness:
             block_copy_s=self._block_copy_s,
             token_s=self._token_s,
             windows=self.windows,
+            state_blocks=self.state_blocks,
         )
 
 

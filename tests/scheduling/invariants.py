@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.scheduling.block_pool import BlockPool
-from cluster.scheduling.device_tier import group_key
+from cluster.scheduling.device_tier import group_key, state_key
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import (
     Arriving,
@@ -21,7 +21,7 @@ from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import SchedulerConfig
 from pagedray.request import Request
-from tests.scheduling.fake_worker import BadValue, FakeWorker, fingerprints, in_group
+from tests.scheduling.fake_worker import BadValue, FakeWorker, fingerprints, in_group, in_state
 
 
 class Invariants:
@@ -66,14 +66,23 @@ class Invariants:
             references=[
                 block
                 for sequence in self._sequences
-                for block in (*sequence.blocks.ids, *sequence.blocks.reserved_ids)
+                for block in (
+                    *sequence.blocks.ids,
+                    *sequence.blocks.reserved_ids,
+                    *_load_ids(sequence),
+                )
                 if block >= 0
             ],
             pins=[block for swap in swaps for block in swap.block_ids],
         )
         _check_pool(
             kv.cpu_pool,
-            references=[block for s in self._sequences for block in _cpu_ids(s) if block >= 0],
+            references=[
+                block
+                for one in self._sequences
+                for block in (*_cpu_ids(one), *_state_ids(one))
+                if block >= 0
+            ],
             pins=[
                 *(block for swap in swaps for block in swap.cpu_block_ids),
                 *self._blocks_being_saved(),
@@ -158,6 +167,15 @@ class Invariants:
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
         assert sizes or plan.starts or plan.swap_outs or plan.disk_reads
+        targets = [copy.target for copy in plan.copies]
+        assert len(set(targets)) == len(targets), "two copies have the same target"
+        assert not {one.source for one in plan.copies} & set(targets)
+        # No block of a state is used by anything else in the plan.
+        states = {block for copy in plan.copies for block in (copy.source, copy.target)}
+        new = {block for one in plan.sequences for block in one.new_block_ids}
+        new |= {one.target for one in plan.swap_ins} | {one.source for one in plan.swap_outs}
+        if self._scheduler._kv.states is not None:
+            assert not states & new, "a block of a state is used twice"
         # Requests of equal priority and tenant start in order of arrival, but for those that have
         # found too few blocks.
         by_seed = {request.seed: request for request in self._requests.values()}
@@ -176,6 +194,7 @@ class Invariants:
                     assert any(
                         sequence.state.starved_since is not None
                         or (isinstance(sequence.state, Waiting) and sequence.state.disk_read)
+                        or sequence.awaits_mask
                         for sequence in active.sequences
                     )
 
@@ -293,6 +312,10 @@ class Invariants:
                 digest = group_key(key, group).digest
                 content = [in_group(one, group) for one in chain[index * size : (index + 1) * size]]
                 assert self._expected_content.setdefault(digest, content) == content
+            for part in range(self._scheduler._kv.groups.num_state_blocks):
+                digest = state_key(key, part).digest
+                content = [in_state(chain, (index + 1) * size, part)] * size
+                assert self._expected_content.setdefault(digest, content) == content
 
     def _check_stats(self) -> None:
         stats, pool = self._scheduler.stats(), self._scheduler._kv.pool
@@ -304,14 +327,17 @@ class Invariants:
         assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
         assert stats.num_cached_blocks == len(pool._idle)
         assert stats.num_cached_cpu_blocks == len(self._scheduler._kv.cpu_pool._idle)
-        assert stats.num_saved_blocks == sum(len(plan.evictions) for plan in self._plans)
+        assert stats.num_saved_blocks == sum(
+            copy.source < pool.num_blocks for plan in self._plans for copy in plan.evictions
+        )
         assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
             len(plan.swap_ins) for plan in self._plans
         )
         num_restored_tokens = stats.num_restored_blocks * self._block_size
-        if self._windows == (None,):
+        if self._windows == (None,) and self._scheduler._kv.states is None:
             assert stats.num_cpu_hit_tokens == num_restored_tokens
-        assert num_restored_tokens // len(self._windows) <= stats.num_cpu_hit_tokens
+        elif self._scheduler._kv.states is None:
+            assert num_restored_tokens // len(self._windows) <= stats.num_cpu_hit_tokens
         assert stats.num_cpu_hit_tokens <= num_restored_tokens
         assert stats.num_steps == len(self._plans)
         assert stats.num_scheduled_tokens == self._num_planned_tokens
@@ -319,6 +345,14 @@ class Invariants:
 
 def _cpu_ids(sequence: ScheduledSequence) -> list[int]:
     return sequence.state.cpu_ids if isinstance(sequence.state, Swapped) else []
+
+
+def _state_ids(sequence: ScheduledSequence) -> list[int]:
+    return sequence.state.state_ids if isinstance(sequence.state, Swapped) else []
+
+
+def _load_ids(sequence: ScheduledSequence) -> list[int]:
+    return [] if sequence.blocks.states is None else sequence.blocks.states.load_ids
 
 
 def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:

@@ -25,11 +25,15 @@ def draw_windows(rng: random.Random) -> tuple[int | None, ...]:
     return (*[None] * num_full, *others)
 
 
-def make_harness(rng: random.Random, *, has_windows: bool = False) -> Harness:
+def make_harness(
+    rng: random.Random, *, has_windows: bool = False, has_states: bool = False
+) -> Harness:
     block_size = rng.choice((1, 2, 4))
     num_blocks = rng.randint(16, 40) // block_size + 2
     if has_windows:
         return make_windowed(rng, block_size=block_size)
+    if has_states:
+        return make_stateful(rng, block_size=block_size)
     return Harness(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -71,6 +75,33 @@ def make_windowed(rng: random.Random, *, block_size: int) -> Harness:
     )
 
 
+def make_stateful(rng: random.Random, *, block_size: int) -> Harness:
+    """Return a harness with recurrent states, in one group of layers or several."""
+    windows = rng.choice(((None,), (None,), (None,), draw_windows(rng)))
+    num_tokens, state_blocks = rng.randint(16, 40), rng.choice((1, 2, 5))
+    max_num_batched_tokens = rng.choice((1, 3, 5, 8, 30))
+    num_blocks = state_blocks + num_held_blocks(
+        num_tokens, windows=windows, block_size=block_size, step_tokens=max_num_batched_tokens
+    )
+    return Harness(
+        block_size=block_size,
+        num_blocks=num_blocks + rng.choice((0, 2, num_blocks // 2, num_blocks)),
+        num_cpu_blocks=rng.choice((0, 4, 16, 40, 100)),
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=num_tokens,
+        preemption=rng.choice(PREEMPTIONS),
+        block_copy_s=rng.choice((0.0, 0.1)),
+        token_s=0.04,
+        enable_prefix_cache=rng.random() < 0.85,
+        enable_cpu_prefix_cache=rng.random() < 0.75,
+        num_disk_blocks=rng.choice((0, 3, 60)),
+        windows=windows,
+        state_blocks=state_blocks,
+        state_grid=rng.choice((1, 2, 4)),
+    )
+
+
 def add_random(
     harness: Harness, rng: random.Random, *, structures: float, bad_values: float
 ) -> None:
@@ -92,6 +123,7 @@ def add_random(
             bad_length=len(prompt) + rng.randint(0, 6) if rng.random() < 0.05 else None,
             bad_position=rng.randint(0, 20) if rng.random() < bad_values else None,
             is_masked=structures > 0.0 and rng.random() < structures,
+            anchors=() if harness.state_blocks == 0 else rng.choice(((), (rng.randint(1, 15),))),
         )
 
 
@@ -166,13 +198,15 @@ def end_disk_job(harness: Harness, rng: random.Random) -> None:
     harness.end_disk_job(is_read=is_read, num_failed=num_failed)
 
 
-def live_with_disk(seed: int, *, windows: tuple[int | None, ...] = (None,)) -> Harness:
+def live_with_disk(
+    seed: int, *, windows: tuple[int | None, ...] = (None,), state_blocks: int = 0
+) -> Harness:
     """Run prompts that come back, with pools that hold a few of them."""
     rng = random.Random(seed)
     block_size = rng.choice((1, 2))
     harness = Harness(
         block_size=block_size,
-        num_blocks=20 // block_size * len(windows),
+        num_blocks=20 // block_size * len(windows) + 2 * state_blocks,
         num_cpu_blocks=rng.choice((8, 20)) * len(windows),
         max_num_seqs=rng.randint(1, 3),
         max_num_batched_tokens=rng.choice((5, 8, 30)),
@@ -181,6 +215,8 @@ def live_with_disk(seed: int, *, windows: tuple[int | None, ...] = (None,)) -> H
         token_s=0.04,
         num_disk_blocks=rng.choice((10, 60)) * len(windows),
         windows=windows,
+        state_blocks=state_blocks,
+        state_grid=2,
     )
     for _ in range(60):
         if harness.scheduler.num_open < 3:
@@ -200,10 +236,12 @@ def live_with_disk(seed: int, *, windows: tuple[int | None, ...] = (None,)) -> H
     return harness
 
 
-def live(seed: int, *, has_windows: bool = False, **weights: float) -> Harness:
+def live(
+    seed: int, *, has_windows: bool = False, has_states: bool = False, **weights: float
+) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
-    harness = make_harness(rng, has_windows=has_windows)
+    harness = make_harness(rng, has_windows=has_windows, has_states=has_states)
     for _ in range(NUM_ACTIONS):
         act(harness, rng, **weights)
     if weights.get("restrictions"):
