@@ -72,6 +72,8 @@ class CacheSize:
     """The window of each group of layers with a block table of its own; None sees all tokens."""
     state_blocks: int = 0
     """Blocks that hold the recurrent states of a sequence; 0 if no layer has a recurrent state."""
+    state_grid: int = 64
+    """States are kept, and chunks of prompts end, at multiples of this number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -494,6 +494,8 @@ def _make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
             enable_cpu_prefix_cache=cache.enable_cpu_prefix_cache,
             num_disk_blocks=cache.num_disk_blocks(size.block_bytes),
             windows=size.groups,
+            state_blocks=size.state_blocks,
+            state_grid=size.state_grid,
         ),
         max_model_len=config.max_model_len,
     )

@@ -67,7 +67,8 @@ def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
     length, block_size = config.max_model_len, config.cache.block_size
 
     def num_needed(num_tokens: int) -> int:
-        return num_held_blocks(
+        # A sequence may start with its recurrent state in the pool.
+        return cache.state_blocks + num_held_blocks(
             num_tokens,
             windows=cache.groups,
             block_size=block_size,

@@ -207,13 +207,13 @@ def live_with_disk(
     harness = Harness(
         block_size=block_size,
         num_blocks=20 // block_size * len(windows) + 2 * state_blocks,
-        num_cpu_blocks=rng.choice((8, 20)) * len(windows),
+        num_cpu_blocks=rng.choice((8, 20)) * len(windows) * (1 + state_blocks),
         max_num_seqs=rng.randint(1, 3),
         max_num_batched_tokens=rng.choice((5, 8, 30)),
         max_model_len=20,
         preemption=rng.choice(("swap", "auto")),
         token_s=0.04,
-        num_disk_blocks=rng.choice((10, 60)) * len(windows),
+        num_disk_blocks=rng.choice((10, 60)) * len(windows) * (1 + state_blocks),
         windows=windows,
         state_blocks=state_blocks,
         state_grid=2,
@@ -304,6 +304,28 @@ def test_window_blocks_on_the_disk_come_back_as_they_were() -> None:
     assert sum(one.num_failed_reads for one in stats) > 5
 
 
+def test_rows_take_in_every_token_once() -> None:
+    """The worker checks it. The runs also cover every case."""
+    harnesses = [
+        live(seed, has_states=True, structures=0.4 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
+        for seed in range(NUM_SEEDS)
+    ]
+    stats = [harness.scheduler.stats() for harness in harnesses]
+    assert sum(one.num_swap_preemptions for one in stats) > 5
+    assert sum(one.num_recompute_preemptions for one in stats) > 5
+    assert sum(one.num_hit_tokens for one in stats) > 50
+    assert sum(one.num_restored_blocks for one in stats) > 3
+    assert sum(harness.num_unswapped for harness in harnesses) > 5
+    copiers = [harness.scheduler._kv.states for harness in harnesses]
+    assert sum(one.num_loaded for one in copiers if one is not None) > 50
+    assert sum(one.num_skipped for one in copiers if one is not None) > 5
+
+
+def test_states_on_the_disk_come_back_as_they_were() -> None:
+    stats = [live_with_disk(seed, state_blocks=1 + seed % 3).scheduler.stats() for seed in range(8)]
+    assert sum(one.num_read_blocks for one in stats) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(NUM_SEEDS, NUM_SLOW_SEEDS, 20))
 def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: int) -> None:
@@ -312,6 +334,9 @@ def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: in
         live_with_disk(seed)
         live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
         live(seed, has_windows=True, restrictions=5.0)
+        live(seed, has_states=True, structures=0.4, bad_values=0.1 * (seed % 3 == 0))
+        live(seed, has_states=True, restrictions=5.0)
+        live_with_disk(seed, state_blocks=1 + seed % 3)
         live_with_disk(seed, windows=draw_windows(random.Random(seed)))
 
 

@@ -1,0 +1,305 @@
+"""Recurrent states: snapshots at few positions, which hits need, and which copies bring to rows.
+
+The worker checks that a row has taken in each token exactly once.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.scheduling.device_tier import group_key, state_key
+from pagedray.errors import CapacityError
+from pagedray.request import FinishReason
+from tests.scheduling.harness import Harness
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.states import StateCopier
+    from pagedray.config import Preemption
+
+GRID = 64
+
+
+def make_harness(
+    *,
+    num_blocks: int = 200,
+    num_cpu_blocks: int = 0,
+    num_disk_blocks: int = 0,
+    budget: int = 1000,
+    max_num_seqs: int = 8,
+    preemption: Preemption = "auto",
+    windows: tuple[int | None, ...] = (None,),
+    enable_prefix_cache: bool = True,
+) -> Harness:
+    return Harness(
+        block_size=16,
+        num_blocks=num_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        num_disk_blocks=num_disk_blocks,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_model_len=2000,
+        preemption=preemption,
+        windows=windows,
+        enable_prefix_cache=enable_prefix_cache,
+        state_blocks=3,
+        state_grid=GRID,
+    )
+
+
+def states_of(harness: Harness) -> StateCopier:
+    states = harness.scheduler._kv.states
+    assert states is not None
+    return states
+
+
+def tokens(seed: int, number: int) -> list[int]:
+    draws = random.Random(seed)
+    return [draws.randint(4, 10) for _ in range(number)]
+
+
+def run(harness: Harness, prompt: Sequence[int], *, max_tokens: int = 1, **options: str) -> int:
+    """Run a request to its end; return how many tokens of its prompt were cached."""
+    name = harness.add(prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+    while harness.scheduler.has_work:
+        harness.turn()
+    harness.settle()
+    return next(one.num_cached_tokens for one in harness.results.events if one.request_id == name)
+
+
+def chunk_ends(harness: Harness) -> list[int]:
+    return [one.first_position + one.num_tokens for plan in harness.plans for one in plan.chunks]
+
+
+def output_of(harness: Harness, number: int) -> list[int]:
+    return harness.results.tokens[f"request-{number}", 0]
+
+
+def test_a_prompt_that_comes_again_is_found_up_to_its_last_snapshot() -> None:
+    harness, prompt = make_harness(), tokens(1, 300)
+    assert run(harness, prompt) == 0
+    assert run(harness, prompt) == 256
+    assert run(harness, tokens(1, 256)) == 0
+    assert states_of(harness).num_loaded == 1
+
+
+def test_prompts_with_a_common_beginning_find_its_branch_point_from_the_third_on() -> None:
+    harness, shared = make_harness(), tokens(1, 100)
+    cached = [run(harness, shared + tokens(seed, 200)) for seed in range(2, 6)]
+    assert cached == [0, 0, 64, 64]
+    # The second saw 96 cached tokens, the third computed 32 of them again.
+    assert states_of(harness).num_unreused_tokens == 96 + 32 + 32
+
+
+def test_prompts_with_an_anchor_find_it_from_the_second_on() -> None:
+    harness, system = make_harness(), tokens(1, 200)
+    names = [harness.add(system + tokens(seed, 90), anchors=(200, 285)) for seed in (2, 3)]
+    harness.drain()
+    found = {one.request_id: one.num_cached_tokens for one in harness.results.events}
+    assert [found[name] for name in names] == [0, 0]
+    assert run(harness, system + tokens(4, 90)) == 192
+
+
+@pytest.mark.parametrize("num_generated", [1, 60, 100, 128, 200, 300])
+def test_the_end_of_a_sequence_is_found_within_127_tokens(num_generated: int) -> None:
+    harness, prompt = make_harness(), tokens(1, 70)
+    run(harness, prompt, max_tokens=num_generated)
+    conversation = prompt + output_of(harness, 0)
+    cached = run(harness, conversation + tokens(2, 20))
+    # The last token is never computed.
+    assert len(conversation) - 1 - cached <= 127
+
+
+def test_a_running_sequence_keeps_only_its_last_snapshot() -> None:
+    harness = make_harness()
+    run(harness, tokens(1, 70), max_tokens=320)
+    kv = harness.scheduler._kv
+    # Of the prompt one, and the last of those at 128, 256 and 384.
+    num_table = 389 // 16
+    assert kv.pool.num_idle == num_table + 2 * 3
+
+
+@pytest.mark.parametrize("is_snapshot", [True, False])
+def test_without_its_snapshot_or_a_block_a_prefix_is_not_found(*, is_snapshot: bool) -> None:
+    harness, prompt = make_harness(), tokens(1, 300)
+    run(harness, prompt)
+    kv = harness.scheduler._kv
+    keys = harness.sequences[0].blocks.keys
+    key = state_key(keys[15], 1) if is_snapshot else group_key(keys[3], 0)
+    block = kv.device.find_block(key)
+    assert block is not None
+    kv.device.forget_block(block)
+    assert run(harness, prompt) == 0
+    # It was computed again.
+    assert run(harness, prompt) == 256
+
+
+def test_a_snapshot_comes_back_from_the_cpu_pool() -> None:
+    harness = make_harness(num_blocks=40, num_cpu_blocks=100, preemption="swap")
+    prompt = tokens(1, 300)
+    run(harness, prompt)
+    for seed in (2, 3):
+        run(harness, tokens(seed, 560))
+    assert run(harness, prompt) == 256
+    assert states_of(harness).num_loaded == 1
+    assert harness.scheduler.stats().num_restored_blocks == 16 + 3
+
+
+def test_a_snapshot_comes_back_from_the_cpu_pool_of_a_rank_that_died() -> None:
+    harness = make_harness(num_blocks=40, num_cpu_blocks=100, preemption="swap")
+    prompt = tokens(1, 300)
+    run(harness, prompt)
+    for seed in (2, 3):
+        run(harness, tokens(seed, 560))
+    harness.replace_worker(keeps_cpu_pool=True)
+    assert run(harness, prompt) == 256
+
+
+def test_a_snapshot_comes_back_from_the_disk() -> None:
+    harness = make_harness(
+        num_blocks=40, num_cpu_blocks=60, num_disk_blocks=400, budget=64, preemption="swap"
+    )
+    prompt = tokens(1, 300)
+    run(harness, prompt)
+    for seed in range(2, 8):
+        run(harness, tokens(seed, 560))
+    assert harness.scheduler._kv.cpu.find_block(harness.sequences[0].blocks.keys[0]) is None
+    assert run(harness, prompt) == 256
+    assert harness.scheduler.stats().num_read_blocks >= 16
+
+
+def test_tenants_do_not_find_snapshots_of_each_other() -> None:
+    harness, prompt = make_harness(), tokens(1, 300)
+    run(harness, prompt)
+    assert run(harness, prompt, tenant="other") == 0
+
+
+@pytest.mark.parametrize("budget", [64, 128, 100, 37])
+def test_chunks_end_on_the_grid_if_the_budget_allows_it(budget: int) -> None:
+    harness = make_harness(budget=budget)
+    run(harness, tokens(1, 500))
+    ends = [end for end in chunk_ends(harness) if end < 500]
+    assert {448} <= set(ends)
+    assert budget < 64 or all(end % 64 == 0 for end in ends)
+
+
+def test_long_prompts_have_snapshots_at_long_distances() -> None:
+    harness = Harness(
+        block_size=1,
+        num_blocks=1400,
+        max_num_batched_tokens=2000,
+        max_model_len=1300,
+        state_blocks=1,
+        state_grid=4,
+    )
+    run(harness, tokens(1, 1200))
+    assert {512, 1024, 1196} <= set(chunk_ends(harness))
+    assert states_of(harness).num_saved == 3
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("position", [1, 63, 64, 65, 128, 200])
+def test_a_preempted_sequence_takes_in_every_token_once(
+    preemption: Preemption, position: int
+) -> None:
+    harness = make_harness(num_cpu_blocks=200, preemption=preemption, max_num_seqs=1)
+    harness.add(tokens(1, max(1, position - 15)), max_tokens=60, priority=1)
+    while harness.sequences[0].num_computed < position:
+        harness.turn()
+    # It takes the only row.
+    harness.add(tokens(2, 100), max_tokens=3)
+    harness.drain()
+    assert harness.sequences[0].num_preemptions == 1
+    stats = harness.scheduler.stats()
+    assert stats.num_swap_preemptions == (preemption == "swap")
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_prompt_that_is_preempted_between_chunks_continues(preemption: Preemption) -> None:
+    harness = make_harness(num_cpu_blocks=200, preemption=preemption, max_num_seqs=1, budget=100)
+    harness.add(tokens(1, 700), max_tokens=3, priority=1)
+    while harness.sequences[0].num_computed < 250:
+        harness.turn()
+    harness.add(tokens(2, 100), max_tokens=3)
+    harness.drain()
+    assert harness.sequences[0].num_preemptions == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
+def test_siblings_start_from_the_last_snapshot_before_the_last_token(num_tokens: int) -> None:
+    harness = make_harness()
+    harness.add(tokens(1, num_tokens), n=3, max_tokens=20)
+    harness.drain()
+    assert states_of(harness).num_loaded == 2 * (num_tokens > GRID)
+    starts = [start for plan in harness.plans for start in plan.starts]
+    assert [start.donor_row for start in starts] == [-1] * 3
+
+
+def test_siblings_compute_the_prompt_without_a_prefix_cache() -> None:
+    harness = make_harness(enable_prefix_cache=False)
+    harness.add(tokens(1, 200), n=3, max_tokens=200)
+    harness.drain()
+    assert not any(plan.copies for plan in harness.plans)
+
+
+def test_a_masked_sequence_runs_only_once_its_mask_is_made() -> None:
+    harness = make_harness()
+    harness.masks.lateness = 0.7
+    harness.add(tokens(1, 100), n=2, max_tokens=20, is_masked=True, seed=0)
+    harness.add(tokens(2, 100), max_tokens=20, is_masked=True, seed=1)
+    harness.add(tokens(3, 100), max_tokens=20)
+    for _ in range(80):
+        harness.turn()
+    assert harness.num_late == 0
+    harness.drain()
+
+
+def test_snapshots_of_values_that_are_not_finite_are_forgotten() -> None:
+    harness, prompt = make_harness(), tokens(1, 300)
+    harness.add(prompt, max_tokens=5, bad_position=100)
+    harness.drain()
+    assert harness.results.reasons["request-0", 0] is FinishReason.ERROR
+    assert run(harness, prompt) == 0
+    assert output_of(harness, 1)
+
+
+def test_a_snapshot_that_a_sequence_waits_to_load_is_not_replaced_under_it() -> None:
+    # A sequence that starts from the last snapshot of another that still runs.
+    harness = make_harness()
+    harness.add(tokens(1, 70), max_tokens=400)
+    while harness.sequences[0].num_computed < 256:
+        harness.turn()
+    conversation = harness.sequences[0].token_ids.tolist()[:257]
+    harness.add(conversation, max_tokens=3)
+    while harness.sequences[0].num_computed < 390:
+        harness.turn()
+    harness.drain()
+    assert states_of(harness).num_loaded == 1
+
+
+def test_more_sequences_than_fit_wait_and_all_end() -> None:
+    harness = make_harness(num_blocks=40, max_num_seqs=8)
+    for seed in range(10):
+        harness.add(tokens(seed % 4, 100 + 20 * (seed % 5)), max_tokens=50)
+    harness.drain()
+
+
+def test_a_request_that_leaves_no_room_for_its_state_is_rejected() -> None:
+    harness = make_harness(num_blocks=10)
+    with pytest.raises(CapacityError):
+        harness.add([5] * 100, max_tokens=20)
+    harness.add([5] * 100, max_tokens=12)
+    harness.drain()
+
+
+def test_windows_and_states_find_the_longest_prefix_that_has_both() -> None:
+    harness, shared = make_harness(windows=(None, 40)), tokens(1, 300)
+    run(harness, shared + tokens(2, 100))
+    # Behind the window, the blocks of the second group may be gone.
+    assert run(harness, shared + tokens(2, 200)) == 384
+    assert run(harness, shared + tokens(3, 100)) == 0
+    assert run(harness, shared + tokens(4, 100)) == 256
