@@ -53,7 +53,7 @@ class PrefixCache:
         disk: DiskTier | None,
         *,
         block_size: int,
-        grid: int = 1,
+        grid: int,
     ) -> None:
         """Recurrent states, if there are any, are kept at multiples of `grid` only."""
         self._groups = groups

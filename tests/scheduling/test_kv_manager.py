@@ -520,7 +520,9 @@ def make_watched_manager(*windows: int | None) -> tuple[KvManager, WatchedTier]:
     kv = KvManager(options, costs=None, max_num_tokens=100)
     device = WatchedTier(kv)
     kv.device, kv.pool = device, device.pool
-    kv.prefixes = PrefixCache(kv.groups, device, kv.cpu, None, block_size=BLOCK_SIZE)
+    kv.prefixes = PrefixCache(
+        kv.groups, device, kv.cpu, None, block_size=BLOCK_SIZE, grid=BLOCK_SIZE
+    )
     return kv, device
 
 
@@ -541,8 +543,8 @@ def has_room(kv: KvManager, sequence: Sequence, *, num_tokens: int, num_spare: i
     if kv.groups.has_windows:
         # Without what is known of the last failure.
         unknown = make_sequence(tuple(sequence.token_ids))
-        hits = kv.prefixes.find_blocks(unknown, (len(sequence.token_ids) - 1) // BLOCK_SIZE)
-        num_shared = sum(block >= 0 and block not in kv.pool.idle_blocks for block in hits)
+        prefix = kv.prefixes.find_blocks(unknown, (len(sequence.token_ids) - 1) // BLOCK_SIZE)
+        num_shared = sum(block >= 0 and block not in kv.pool.idle_blocks for block in prefix.table)
         return kv.groups.blocks_for(num_tokens) - num_shared + num_spare <= kv.pool.num_free
     parent, num_shared = cache.root(""), 0
     for first in range(0, len(sequence.token_ids) - BLOCK_SIZE, BLOCK_SIZE):
