@@ -190,9 +190,7 @@ class PrefixCache:
         """
         cpu, device, groups, hits = self._cpu, self._device, self._groups, prefix.table
         first = len(hits) // groups.num_groups
-        end = counted = self._longest_prefix(
-            sequence, num_shareable, self._has, first=first
-        )
+        end = counted = self._longest_prefix(sequence, num_shareable, self._has, first=first)
         while counted < num_shareable and cpu.policy.note_lookup(
             self.key_at(sequence, counted).digest
         ):

@@ -84,7 +84,7 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     StepChannel,
 )
 _BUGS = """\
-KvManager._share_hits: a cached block is used and not owned
+KvManager._share_prefix: a cached block is used and not owned
 - self.pool.share_all(live)
 + self.pool.share_all(live[:-1])
 
@@ -105,8 +105,8 @@ KvManager.acknowledge: a copied block is free a step too early
 + self._swaps[0].step <= step + 1
 
 KvManager.release: blocks of the CPU pool are never released
-- self.cpu_pool.release(block)
-+ pass
+- for block in self.groups.live_blocks(sequence.state.cpu_ids):
++ for block in []:
 
 KvManager.fork: siblings write into the same block
 - if last_position % self.block_size == 0:
@@ -129,8 +129,8 @@ DeviceTier.load_blocks: a sequence runs before its cached blocks are copied back
 + pass
 
 KvManager.admit: a sequence that shares blocks being copied back runs at once
-- not self.device.arriving.isdisjoint(hits)
-+ not {copy.target for copy in self.device._loads}.isdisjoint(hits)
+- not self.device.arriving.isdisjoint(
++ not {copy.target for copy in self.device._loads}.isdisjoint(
 
 CpuTier.begin_epoch: cached blocks in the memory of dead ranks are found
 - self.clear()
@@ -261,8 +261,8 @@ KvManager.fork: siblings share a block in all groups but the first
 + for pair in zip(sources, targets[:1], strict=False)
 
 KvManager.swap_out: swapped blocks come back at other places of the table
-- _filled(table, targets)
-+ targets + [NO_BLOCK] * (len(table) - len(targets))
+- _filled(table, targets[:num_live])
++ targets[:num_live] + [NO_BLOCK] * (len(table) - num_live)
 
 SequenceBlocks.extend: a prompt gets blocks in one group only
 - // block_size) * num_groups
