@@ -14,7 +14,6 @@ from pagedray.batch import PromptLogprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
-    from cluster.scheduling.states import SequenceStates
     from pagedray.request import Matcher, Request
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "SequenceBlocks",
     "SequenceMasks",
     "SequenceState",
+    "SequenceStates",
     "Swapped",
     "Waiting",
 ]
@@ -450,6 +450,20 @@ class DiskRead(NamedTuple):
 
     step: int | None
     """The step that reads blocks that the sequence waits for, if any."""
+
+
+class SequenceStates:
+    """The snapshots of a sequence that has device blocks."""
+
+    __slots__ = ("last_decoded", "load_ids", "wanted")
+
+    def __init__(self, load_ids: list[int], wanted: list[int]) -> None:
+        self.load_ids = load_ids
+        """Blocks that the sequence owns with its state, until they are copied to its row."""
+        self.wanted = wanted
+        """Positions at which the prompt gets a snapshot, in descending order."""
+        self.last_decoded: list[tuple[int, BlockKey]] = []
+        """The blocks of the last snapshot that was made while it decoded, with their keys."""
 
 
 class SequenceBlocks:

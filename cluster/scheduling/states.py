@@ -17,33 +17,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.fault_recovery import Blame
+from cluster.scheduling.sequence import Sequence, SequenceStates
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
-    from cluster.scheduling.device_tier import BlockKey, DeviceTier
+    from cluster.scheduling.device_tier import DeviceTier
     from cluster.scheduling.prefix_cache import PrefixCache
-    from cluster.scheduling.sequence import Sequence
 
-__all__ = ["SequenceStates", "StateCopier"]
+__all__ = ["StateCopier"]
 
 _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""
 _GRIDS_PER_PROMPT = 128
 """The most distance of the snapshots of a prompt, in units of the grid."""
-
-
-class SequenceStates:
-    """The snapshots of a sequence that has device blocks."""
-
-    __slots__ = ("last_decoded", "load_ids", "wanted")
-
-    def __init__(self, load_ids: list[int], wanted: list[int]) -> None:
-        self.load_ids = load_ids
-        """Blocks that the sequence owns with its state, until they are copied to its row."""
-        self.wanted = wanted
-        """Positions at which the prompt gets a snapshot, in descending order."""
-        self.last_decoded: list[tuple[int, BlockKey]] = []
-        """The blocks of the last snapshot that was made while it decoded, with their keys."""
 
 
 class _Save(NamedTuple):
