@@ -99,6 +99,9 @@ class Planner:
         if draft.prefilled:
             self._register(budget)
         if self._kv.states is not None:
+            for save in self._kv.states.saves:
+                with Blame(save.sequence):
+                    self._kv.states.make_snapshot(save)
             draft.copies += self._kv.states.end_draft()
         draft.swap_outs = self._preemptor.swap_outs
         draft.evictions, draft.restores = self._kv.take_copies(step)

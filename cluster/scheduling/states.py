@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.fault_recovery import Blame
 from cluster.scheduling.sequence import Sequence, SequenceStates
 from pagedray.batch import BlockCopy
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.device_tier import DeviceTier
     from cluster.scheduling.prefix_cache import PrefixCache
 
-__all__ = ["StateCopier"]
+__all__ = ["Save", "StateCopier"]
 
 _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""
@@ -32,7 +31,7 @@ _GRIDS_PER_PROMPT = 128
 """The most distance of the snapshots of a prompt, in units of the grid."""
 
 
-class _Save(NamedTuple):
+class Save(NamedTuple):
     """A snapshot that the plan being made is to copy if blocks are free."""
 
     sequence: Sequence
@@ -51,12 +50,12 @@ class StateCopier:
         "_grid",
         "_held",
         "_prefixes",
-        "_saves",
         "num_blocks",
         "num_loaded",
         "num_saved",
         "num_skipped",
         "num_unreused_tokens",
+        "saves",
     )
 
     def __init__(
@@ -73,7 +72,8 @@ class StateCopier:
         """Copies on the device in the plan that is being made."""
         self._evictions: list[BlockCopy] = []
         """Copies of the live states of preempted sequences to the CPU pool in that plan."""
-        self._saves: list[_Save] = []
+        self.saves: list[Save] = []
+        """Snapshots to make in that plan, once it has all its sequences."""
         self._held: list[int] = []
         """Blocks that these copies read or write, which are released with the plan."""
         self.num_saved = self.num_loaded = 0
@@ -85,7 +85,7 @@ class StateCopier:
 
     def clear(self) -> None:
         """Forget the plan that is being made."""
-        self._copies, self._evictions, self._saves, self._held = [], [], [], []
+        self._copies, self._evictions, self.saves, self._held = [], [], [], []
 
     def admit(self, sequence: Sequence, load_ids: list[int]) -> None:
         """Begin a sequence with a cached prefix, and the blocks of the state after it."""
@@ -139,7 +139,7 @@ class StateCopier:
         interval, position = _GRIDS_PER_DECODE * self._grid, sequence.num_computed
         is_due = self._device.is_enabled and position % interval == 0
         if not self._begin_tokens(sequence) and is_due:
-            self._saves.append(_Save(sequence, position, is_decode=True))
+            self.saves.append(Save(sequence, position, is_decode=True))
         next_position = (position // interval + 1) * interval
         sequence.unchecked_until = min(sequence.unchecked_until, next_position)
 
@@ -156,38 +156,16 @@ class StateCopier:
         if states.load_ids:
             self._load(sequence, states)
         elif is_wanted:
-            self._saves.append(_Save(sequence, position, is_decode=False))
+            self.saves.append(Save(sequence, position, is_decode=False))
         else:
             return False
         return True
 
-    def end_draft(self) -> list[BlockCopy]:
-        """Return the copies on the device for the plan that was drafted.
+    def make_snapshot(self, save: Save) -> None:
+        """Copy the live state of a sequence to a snapshot, unless it exists or finds no room.
 
-        Snapshots are made last, so that they take no block that a sequence of the plan needs.
+        Nothing else in the plan may need blocks afterwards.
         """
-        for save in self._saves:
-            with Blame(save.sequence):
-                self._save(save)
-        # The first part is evicted first, and looked up first.
-        for block in self._held:
-            self._device.pool.release(block)
-        copies = self._copies
-        self._copies, self._saves, self._held = [], [], []
-        return copies
-
-    def _load(self, sequence: Sequence, states: SequenceStates) -> None:
-        """Copy a snapshot to the live state of a sequence."""
-        self._copies += self._copies_between(states.load_ids, self._live_blocks(sequence))
-        for block in states.load_ids:
-            key = self._device.unverified_key(block)
-            if key is not None:
-                sequence.blocks.unverified.append((block, key))
-        self._held += states.load_ids
-        states.load_ids = []
-
-    def _save(self, save: _Save) -> None:
-        """Copy the live state of a sequence to a snapshot, unless it exists or finds no room."""
         sequence, device, states = save.sequence, self._device, save.sequence.blocks.states
         # At most one plan is in flight, which samples the next token.
         assert states is not None
@@ -212,6 +190,25 @@ class StateCopier:
         self.num_saved += 1
         # The next token verifies it.
         sequence.recheck_at = 0
+
+    def end_draft(self) -> list[BlockCopy]:
+        """Return the copies on the device for the plan that was drafted."""
+        # The first part is evicted first, and looked up first.
+        for block in self._held:
+            self._device.pool.release(block)
+        copies = self._copies
+        self._copies, self.saves, self._held = [], [], []
+        return copies
+
+    def _load(self, sequence: Sequence, states: SequenceStates) -> None:
+        """Copy a snapshot to the live state of a sequence."""
+        self._copies += self._copies_between(states.load_ids, self._live_blocks(sequence))
+        for block in states.load_ids:
+            key = self._device.unverified_key(block)
+            if key is not None:
+                sequence.blocks.unverified.append((block, key))
+        self._held += states.load_ids
+        states.load_ids = []
 
     def _forget_last(self, states: SequenceStates) -> None:
         """Free the last snapshot of a decoding sequence, which the next replaces."""
