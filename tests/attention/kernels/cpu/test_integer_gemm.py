@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu import integer_gemm, native
 from attention.kernels.cpu.integer_gemm import IntegerGemm
+from tests.attention.kernels.cpu.variants import compile_with, variants
 
 SOURCE = Path(integer_gemm.__file__).with_suffix(".c")
 TOLERANCE = 4e-3
@@ -22,18 +23,10 @@ MANY_ROWS = [*range(1, 9), 13, 97, 200]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-VARIANTS = ("-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma")
-
-
 @pytest.fixture(
     scope="module",
     autouse=True,
-    params=[
-        "",
-        # Less optimized, they compile in a quarter of the time.
-        *(f"-O1 {flags}" for flags in VARIANTS),
-        *(pytest.param(flags, marks=pytest.mark.slow) for flags in VARIANTS),
-    ],
+    params=["", *variants("-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma")],
 )
 def _kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -41,8 +34,7 @@ def _kernels(
     """Compile the kernels without some instructions."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            patch.setattr(native, "_FLAGS", (*native._FLAGS, *request.param.split()))
+            compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
         library = native.load_kernels(SOURCE)
         if library is None:
             pytest.skip(f"{request.param} is not for this machine")

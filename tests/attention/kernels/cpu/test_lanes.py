@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu import instruction_set, native
 from attention.kernels.cpu.native import load_kernels
+from tests.attention.kernels.cpu.variants import compile_with
 
 HEADER = native.__file__.replace("native.py", "lanes.h")
 SOURCE = f"""
@@ -45,23 +45,24 @@ void summed(const float *x, float *out) {{
     out[4] = LANES;
 }}
 """
-WITHOUT = ["", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
+WITHOUT = ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-@pytest.fixture(params=WITHOUT)
+@pytest.fixture(scope="module", params=["", *WITHOUT])
 def library(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:
     """Return the functions above, compiled with fewer instructions or with all."""
     without = str(request.param)
     if without and b" avx" not in instruction_set.read_cpu_features():
         pytest.skip("needs x86-64 with AVX")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *without.split()))
-    source = tmp_path / "vectors.c"
+    folder = tmp_path_factory.mktemp("lanes")
+    source = folder / "vectors.c"
     source.write_text(SOURCE)
-    library = load_kernels(source)
+    with pytest.MonkeyPatch.context() as patch:
+        compile_with(patch, without, folder)
+        library = load_kernels(source)
     assert library is not None
     return library
 

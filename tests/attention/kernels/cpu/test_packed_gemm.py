@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu import instruction_set, native, packed_gemm
 from attention.kernels.cpu.packed_gemm import PackedGemm
+from tests.attention.kernels.cpu.variants import compile_with, variants
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,7 +24,10 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 @pytest.fixture(
     scope="module",
     autouse=True,
-    params=["", "-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-fma"],
+    params=[
+        "",
+        *variants("-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma"),
+    ],
 )
 def uses_amx(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -31,10 +35,8 @@ def uses_amx(
     """Compile the kernels without some instructions, or with AMX in plain C."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            off = ("-mno-avx512f",) if request.param == "-mno-fma" else ()
-            patch.setattr(native, "_FLAGS", (*native._FLAGS, *off, request.param))
-        has_amx = request.param == "-DEMULATE_AMX" or (
+            compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
+        has_amx = "-DEMULATE_AMX" in request.param or (
             not request.param and instruction_set.has_amx()
         )
         patch.setattr(packed_gemm, "has_amx", lambda: has_amx)

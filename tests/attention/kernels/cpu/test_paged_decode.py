@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams
-from attention.kernels.cpu import instruction_set, native, paged_decode
+from attention.kernels.cpu import instruction_set, paged_decode
 from attention.kernels.cpu.paged_decode import PagedDecode
+from tests.attention.kernels.cpu.variants import compile_with, variants
 from tests.attention.rig import Rig, params_of
 
-WITHOUT = ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
+WITHOUT = ("-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma")
 LAYERS = [
     params_of(8, 4, 64),
     params_of(2, 2, 40),
@@ -26,15 +27,14 @@ LAYERS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True, params=WITHOUT)
+@pytest.fixture(scope="module", autouse=True, params=variants(*WITHOUT))
 def _kernel(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     if b" avx" not in instruction_set.read_cpu_features():
         pytest.skip("needs x86-64 with AVX")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(native, "_FLAGS", (*native._FLAGS, *request.param.split()))
+        compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
         patch.setattr(paged_decode, "_library", cache(paged_decode._library.__wrapped__))
         yield
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.kernels.cpu import instruction_set, native, paged_decode
+from attention.kernels.cpu import instruction_set, paged_decode
 from attention.kernels.cpu.paged_decode import PagedPrefill
+from tests.attention.kernels.cpu.variants import compile_with, variants
 from tests.attention.rig import Rig, params_of
 
 LAYERS = [
@@ -33,18 +34,19 @@ LAYERS = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module", autouse=True, params=["", "-DEMULATE_AMX", "-mno-avx512f"])
+@pytest.fixture(
+    scope="module", autouse=True, params=["", *variants("-DEMULATE_AMX", "-mno-avx512f")]
+)
 def uses_amx(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[bool]:
     """Use the kernels of this machine, those of AMX in plain C, or those of AVX2."""
     with pytest.MonkeyPatch.context() as patch:
-        has_amx = request.param == "-DEMULATE_AMX" or (
+        has_amx = "-DEMULATE_AMX" in request.param or (
             not request.param and instruction_set.has_amx()
         )
         if request.param:
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            patch.setattr(native, "_FLAGS", (*native._FLAGS, request.param))
+            compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
             patch.setattr(
                 paged_decode, "_prefill_library", cache(paged_decode._prefill_library.__wrapped__)
             )
@@ -146,8 +148,7 @@ def test_bfloat16_attends_with_amx(uses_amx: bool, monkeypatch: pytest.MonkeyPat
 
 def test_there_is_none_without_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of(params_of())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-mno-avx2"))
+    compile_with(monkeypatch, "-O1 -mno-avx2", tmp_path)
     monkeypatch.setattr(paged_decode, "_prefill_library", paged_decode._prefill_library.__wrapped__)
     assert PagedPrefill.make(rig.spec.layers[0], rig.spec) is None
     assert list(tmp_path.rglob("paged_prefill-*.so"))

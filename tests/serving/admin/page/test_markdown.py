@@ -212,9 +212,8 @@ def test_html_of_models_and_users_stays_text(page: ChatPage) -> None:
     assert page.console == []
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
+def test_links_of_models_lead_to_other_sites_only(page: ChatPage) -> None:
+    urls = (
         "javascript:alert(1)",
         "JaVaScRiPt:alert(1)",
         "&#106;avascript:alert(1)",
@@ -224,11 +223,9 @@ def test_html_of_models_and_users_stays_text(page: ChatPage) -> None:
         "file:///etc/passwd",
         "/v1/models",
         "//evil.example",
-    ],
-)
-def test_links_of_models_lead_to_other_sites_only(page: ChatPage, url: str) -> None:
-    page.speak(f"[a]({url}) ![b]({url}) <{url}>")
-    page.ask("hello")
+    )
+    put(page, json.dumps("\n\n".join(f"[a]({url}) ![b]({url}) <{url}>" for url in urls)))
+    assert page.count(".markdown p") == len(urls)
     assert page.count(".markdown a") == 0
     assert page.count(".markdown img") == 0
     assert page.console == []
@@ -247,22 +244,27 @@ def test_images_of_models_are_links_that_the_user_may_follow(page: ChatPage) -> 
     "text",
     [
         "'[' .repeat(50_000)",
-        "'>' .repeat(20_000) + 'a'",
-        pytest.param("'- '.repeat(5_000) + 'a'", marks=pytest.mark.slow),
-        "'*a'.repeat(50_000)",
-        pytest.param("'_a_ '.repeat(50_000)", marks=pytest.mark.slow),
         "'|a'.repeat(5_000) + '\\n' + '|-'.repeat(5_000) + '\\n' + '|b'.repeat(5_000)",
-        pytest.param("'|a|\\n|-|\\n' + '|b|\\n'.repeat(20_000)", marks=pytest.mark.slow),
-        pytest.param("'- a\\n'.repeat(20_000)", marks=pytest.mark.slow),
-        "'```'.repeat(3_001) + '\\n'.repeat(5_000)",
-        "'> - '.repeat(200) + 'a'",
-        "'$a$ '.repeat(20_000)",
-        "'$a'.repeat(20_000) + '$$b'.repeat(20_000)",
-        pytest.param("'\\\\(a'.repeat(20_000)", marks=pytest.mark.slow),
         "'$' + '{'.repeat(20_000) + 'a' + '}'.repeat(20_000) + '$'",
-        "'$' + 'a^'.repeat(1_000) + 'b$'",
-        "'$' + '\\\\hat'.repeat(500) + '{a}$'",
-        "'$a' + \"'\".repeat(1_000) + '$'",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in (
+                "'>' .repeat(20_000) + 'a'",
+                "'- '.repeat(5_000) + 'a'",
+                "'*a'.repeat(50_000)",
+                "'_a_ '.repeat(50_000)",
+                "'|a|\\n|-|\\n' + '|b|\\n'.repeat(20_000)",
+                "'- a\\n'.repeat(20_000)",
+                "'```'.repeat(3_001) + '\\n'.repeat(5_000)",
+                "'> - '.repeat(200) + 'a'",
+                "'$a$ '.repeat(20_000)",
+                "'$a'.repeat(20_000) + '$$b'.repeat(20_000)",
+                "'\\\\(a'.repeat(20_000)",
+                "'$' + 'a^'.repeat(1_000) + 'b$'",
+                "'$' + '\\\\hat'.repeat(500) + '{a}$'",
+                "'$a' + \"'\".repeat(1_000) + '$'",
+            )
+        ),
     ],
 )
 def test_hostile_text_makes_few_nodes_and_loses_nothing(page: ChatPage, text: str) -> None:
@@ -315,9 +317,8 @@ def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:
     assert page.evaluate("window.outcome") == [None, "paragraph"]
 
 
-@pytest.mark.parametrize(
-    ("text", "formulas"),
-    [
+def test_formulas_are_drawn(page: ChatPage) -> None:
+    for text, formulas in (
         ("$E = mc^2$ and $x_1$, *a $b*c$ d*", ["E=mc2", "x1", "b\u2217c"]),
         (r"\(a \le b\) and \[x^2\,dx\]", ["a\u2264b", "x2dx"]),
         ("**$x_1$** _and $a_{1}$ b_", ["x1", "a1"]),
@@ -330,20 +331,17 @@ def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:
         ("costs $5 and $10, US$5-$6, $HOME:$PATH", []),
         ("`$x$` \\$5 is $ 5 $ and 3$", []),
         ("```\n$x$\n```", []),
-    ],
-)
-def test_formulas_are_drawn(page: ChatPage, text: str, formulas: list[str]) -> None:
-    for draw in (put, grow):
-        page.evaluate("document.getElementById('messages').replaceChildren()")
-        draw(page, json.dumps(text))
-        assert page.texts(".markdown math") == formulas
-        assert page.count(".markdown .plain") == 0
+    ):
+        for draw in (put, grow):
+            page.evaluate("document.getElementById('messages').replaceChildren()")
+            draw(page, json.dumps(text))
+            assert page.texts(".markdown math") == formulas
+            assert page.count(".markdown .plain") == 0
     assert page.console == []
 
 
-@pytest.mark.parametrize(
-    "formula",
-    [
+def test_formula_that_cannot_be_drawn_is_its_source(page: ChatPage) -> None:
+    for formula in (
         r"$x^2\,dx + \unknown_a*b*$",
         r"\(a\;b \{c\} \unknown\)",
         "$$\n\\unknown{a}\n* b\n$$",
@@ -354,12 +352,11 @@ def test_formulas_are_drawn(page: ChatPage, text: str, formulas: list[str]) -> N
         r"$^{" + "{" * 20 + "}" * 20 + "}$",
         "$$\na\n* b\\,c",
         "\\[ a_b_c \\, *d*",
-    ],
-)
-def test_formula_that_cannot_be_drawn_is_its_source(page: ChatPage, formula: str) -> None:
-    put(page, json.dumps(f"Before\n\n{formula}"))
-    assert page.count("math") == 0
-    assert page.text(".markdown").removeprefix("Before") == formula
+    ):
+        page.evaluate("document.getElementById('messages').replaceChildren()")
+        put(page, json.dumps(f"Before\n\n{formula}"))
+        assert page.count("math") == 0
+        assert page.text(".markdown").removeprefix("Before") == formula
     assert page.console == []
 
 
