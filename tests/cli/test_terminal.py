@@ -274,15 +274,16 @@ def test_an_answer_that_is_stopped_twice_leaves(server: EchoServer, terminal: Te
     assert terminal.process.wait(60.0) == 0
 
 
-@pytest.mark.parametrize("keys", [b"\x04", b"/exit\r", b"/bye\r"])
+@pytest.mark.parametrize(
+    "keys", [b"\x04", b"/exit\r", pytest.param(b"/bye\r", marks=pytest.mark.slow)]
+)
 def test_there_are_ways_to_leave(terminal: Terminal, keys: bytes) -> None:
     terminal.press(keys)
     assert terminal.process.wait(60.0) == 0
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_messages_are_edited_like_lines_of_a_shell(server: EchoServer, terminal: Terminal) -> None:
+    for keys, message in (
         (b"\r   \rone\r", "one"),
         (b'"""one\rtwo\r\rthree"""\r', "one\ntwo\n\nthree"),
         (b'"""\rone\r"""\r', "one"),
@@ -291,13 +292,10 @@ def test_there_are_ways_to_leave(terminal: Terminal, keys: bytes) -> None:
         (b"\x1b[200~one\ntwo\x1b[201~\r", "one\ntwo"),
         (b"/etc/passwd has what?\r", "/etc/passwd has what?"),
         ("gr\u00fc\u00dfe\r".encode(), "gr\u00fc\u00dfe"),
-    ],
-)
-def test_messages_are_edited_like_lines_of_a_shell(
-    server: EchoServer, terminal: Terminal, keys: bytes, message: str
-) -> None:
-    say(terminal, server, keys)
-    assert asked(server) == [message]
+    ):
+        say(terminal, server, keys)
+        assert asked(server).pop() == message
+    assert len(server.bodies) == 8
 
 
 def test_the_history_and_commands_repeat_messages(server: EchoServer, terminal: Terminal) -> None:

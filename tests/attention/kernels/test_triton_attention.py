@@ -211,7 +211,7 @@ def test_another_kernel_writes_new_tokens_in_half_precision(dtype: torch.dtype) 
         ),
         # Heads that are divided among programs.
         *(
-            (Shape(num_heads=num_heads, num_kv_heads=num_kv_heads), [20, 3], None)
+            (Shape(num_heads=num_heads, num_kv_heads=num_kv_heads), [9, 3], None)
             for num_heads, num_kv_heads in ((40, 5), (48, 48), (64, 1))
         ),
         # A token without a slot is not written.

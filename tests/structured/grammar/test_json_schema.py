@@ -421,11 +421,10 @@ def test_combined_schemas_are_enforced(schema: dict[str, object], valid: object)
     validator = draft(schema)
     assert validator.is_valid(valid)
     assert _is_grammar_accept_string(grammar, json.dumps(valid))
-    # No value that is invalid is accepted: values of the schemas above, and without a member each.
-    for value in (*VALUES, valid):
-        for given in (value, *without_one(value)):
-            if not validator.is_valid(given):
-                assert not _is_grammar_accept_string(grammar, json.dumps(given)), given
+    # No value that is invalid is accepted: values of the schemas above, of up to three members.
+    for value in (*VALUES, *without_one(valid)):
+        if not validator.is_valid(value):
+            assert not _is_grammar_accept_string(grammar, json.dumps(value)), value
 
 
 VALUE_OF: dict[str, tuple[object, ...]] = {

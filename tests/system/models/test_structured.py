@@ -298,7 +298,13 @@ _PARAMETERS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(_TURNS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        "hermes",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("pythonic", "qwen3_coder")),
+    ],
+)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ServerProcess, str | None]]:
