@@ -46,7 +46,6 @@ from pagedray.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from cluster.engine.engine_loop import EngineLoop
     from cluster.engine.executor import ReportProgress
@@ -313,12 +312,7 @@ class LLM(PublicLLM):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stream_collector(

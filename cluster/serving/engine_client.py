@@ -17,7 +17,6 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -222,12 +221,7 @@ class EngineStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def finish_sequence(self, request_id: str, index: int) -> None:

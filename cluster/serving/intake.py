@@ -14,7 +14,6 @@ from pagedray.sampling_params import MAX_N
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from pagedray.config import EngineConfig
 
@@ -354,12 +353,7 @@ class IncomingMessage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reception.note_freed(self.num_bytes)
         self.shrink_to(0)
 

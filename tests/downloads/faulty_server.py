@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from tests.quiet_server import QuietServer
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 __all__ = ["Exchange", "Fault", "FaultyServer", "Requested"]
 
@@ -86,12 +86,7 @@ class FaultyServer(ABC):
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 

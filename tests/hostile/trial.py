@@ -26,7 +26,6 @@ from tests.orphan_guard import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
 __all__ = ["Trial", "attacker_process"]
 
@@ -75,13 +74,8 @@ class HostileServer:
         self._stack.enter_context(self.measured)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 PROMPT = "def read(path):"

@@ -21,7 +21,6 @@ from tests.system.server_process import ROOT, TINY_LLAMA, serve_command
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
 __all__ = ["MeasuredServer", "pin_load", "write_keys"]
 
@@ -149,12 +148,7 @@ class MeasuredServer:
         self._guard.release()
         raise AssertionError(f"The server exited with {code}: {self.log()}")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._guard is not None
         self._guard.stop_server(signal.SIGINT, timeout_s=_STOP_TIMEOUT_S)
         assert self._running.stdout is not None

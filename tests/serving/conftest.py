@@ -31,7 +31,6 @@ from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from cluster.serving.http.request_checks import AllowedOrigins
     from cluster.serving.responses.stored_responses import StoreLimits
@@ -184,12 +183,7 @@ class Server:
         self._run(self.frontends.set_ready())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._run(self.frontends.stop_servers(0.5))
         self.engine.stop()
         self._run(self.loop.shutdown_asyncgens())

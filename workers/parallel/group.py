@@ -13,8 +13,6 @@ from pagedray.rank_progress import ProgressWord
 from workers.parallel.pending_sum import FinishedSum, PendingSum
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
     from workers.parallel.all_reduce import OneShotAllReduce
@@ -54,12 +52,7 @@ class ParallelGroup(ABC):
     def __enter__(self) -> ParallelGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod

@@ -33,7 +33,6 @@ from workers.weights.tensor_reader import FileRange, TensorReader, tensor_digest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
-    from types import TracebackType
 
     from pagedray.config import EngineConfig
     from pagedray.model_config import ModelConfig, TextTensors
@@ -91,12 +90,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reader.close()
 
     def __contains__(self, name: str) -> bool:

@@ -20,7 +20,6 @@ import attention.kernels.triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
 __all__ = [
     "KernelLauncher",
@@ -205,12 +204,7 @@ class ParallelCompilation:
         triton.knobs.runtime.jit_cache_hook = self._compile
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
         triton.knobs.runtime.jit_cache_hook = self._outer_hook
 

@@ -6,8 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tests.serving.admin.page.chromium import Browser
     from tests.serving.conftest import Server
 
@@ -39,12 +37,7 @@ class ChatPage:
         self.load()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # An open page would poll during the next test.
         self.browser.open("data:text/html,")
 
