@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING
 
 from cluster.serving.server_info import CallInfo, ServerLoads
 from cluster.serving.telemetry.load_history import Latency, LoadHistory, LoadSample
-from tests.quiet_server import QuietServer
+from tests.quiet_server import QuietHandler, serving_by
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator
 
 __all__ = ["HISTORY", "LOADS", "serving"]
@@ -86,28 +85,12 @@ def serving(
     if info is not None:
         answers["/server_info"] = (200, info)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             if until is not None:
                 until.wait()
             received.append((self.path, self.headers["authorization"]))
-            found, content = answers.get(self.path, (404, b""))
-            self.send_response(found)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(*answers.get(self.path, (404, b"")))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_by(Handler) as url:
+        yield url, received

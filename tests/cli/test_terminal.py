@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from cluster.cli.commands import main
 from tests.cli.terminal_emulator import Terminal
 from tests.fakes import wait_for
-from tests.quiet_server import QuietServer
+from tests.quiet_server import QuietHandler, serving_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,9 +35,7 @@ class EchoServer:
 def echoing() -> Iterator[EchoServer]:
     state = EchoServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self._answer(200, {"data": [{"id": "echo"}]})
 
@@ -85,25 +81,10 @@ def echoing() -> Iterator[EchoServer]:
             self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
 
         def _answer(self, status: int, content: object) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, json.dumps(content).encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving_by(Handler) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING
 
-from tests.quiet_server import QuietServer
+from tests.quiet_server import QuietHandler, serving_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,23 +34,21 @@ class OtherServer:
 def serving() -> Iterator[OtherServer]:
     state = OtherServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
-            self._answer(200, json.dumps({"data": [{"id": "other-model"}]}))
+            self.answer(200, b'{"data": [{"id": "other-model"}]}')
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             if self.path == "/tokenize":
-                self._answer(404, "<html>")
+                self.answer(404, b"<html>")
                 return
             state.bodies.append(body)
             state.headers.append({name.lower(): value for name, value in self.headers.items()})
             rejected = state.rejected_after is not None and len(state.bodies) > state.rejected_after
             if rejected or state.status != 200:
                 text = json.dumps({"error": {"message": "No such\nkey.", "code": None}})
-                self._answer(state.status if state.status != 200 else 429, text)
+                self.answer(state.status if state.status != 200 else 429, text.encode())
                 return
             self._stream(is_chat=self.path.endswith("/chat/completions"))
 
@@ -80,22 +76,5 @@ def serving() -> Iterator[OtherServer]:
             self.wfile.flush()
             self.wfile.write(text[20:])
 
-        def _answer(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving_by(Handler) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
