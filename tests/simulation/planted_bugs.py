@@ -25,6 +25,7 @@ from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import Sequence, SequenceBlocks
 from cluster.scheduling.sequence_table import SequenceTable
+from cluster.scheduling.states import StateCopier
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_client import EngineStream
 from pagedray.channel import StepChannel
@@ -81,6 +82,7 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     Sequence,
     SequenceBlocks,
     SequenceTable,
+    StateCopier,
     StepChannel,
 )
 _BUGS = """\
@@ -267,6 +269,74 @@ KvManager.swap_out: swapped blocks come back at other places of the table
 SequenceBlocks.extend: a prompt gets blocks in one group only
 - // block_size) * num_groups
 + // block_size)
+
+StateCopier._load: a state is not loaded
+- self._copies += self._copies_between(states.load_ids, self._live_blocks(sequence))
++ pass
+
+StateCopier._load: a snapshot may be taken by the plan that reads it
+- self._held += states.load_ids
++ [self._device.pool.release(block) for block in states.load_ids]
+
+StateCopier.begin_decode: a snapshot is made a token late
+- position % interval == 0
++ position % interval == 1
+
+StateCopier.make_snapshot: a snapshot is found under the key of another position
+- save.position))
++ save.position - self._grid))
+
+StateCopier.make_snapshot: a snapshot counts as verified before any logits depend on it
+- sequence.blocks.unverified.append((block, keys[part]))
++ device.mark_verified((block,))
+
+StateCopier._live_blocks: a state is copied to the row of another sequence
+- sequence.state.row * self.num_blocks
++ sequence.state.row * (self.num_blocks - 1)
+
+StateCopier.release: blocks of a state that was not loaded are lost
+- self._device.pool.release(block)
++ pass
+
+StateCopier._forget_last: a replaced snapshot is found while another takes its place
+- self._device.forget_block(block)
++ self._device.pool.discard(block)
+
+PrefixCache._longest_prefix: a prefix is found without its state
+- while most and not
++ while False and not
+
+PrefixCache.state_keys: the parts of a state have the same key
+- - 1], part)
++ - 1], 0)
+
+PrefixCache.load_blocks: the state of a shorter prefix is never released
+- self._device.pool.release(block)
++ pass
+
+KvManager._share_prefix: a snapshot is used and not owned
+-  + prefix.state_ids
++ 
+
+KvManager.admit: a sequence runs before its state is copied back
+- (*hits, *state_ids)
++ hits
+
+KvManager.swap_out: a CPU block is taken while a live state is copied to it
+- self._pin_copied(step, [], live_state)
++ pass
+
+KvManager.swap_in: a state is not swapped in
+- [*sources, *swapped.state_ids]
++ [*sources]
+
+KvManager.find_donor: a sibling takes in the last token of the prompt again
+- return None
++ pass
+
+Planner._admit: a token without a mask in time is taken in twice
+- if sequence.awaits_mask:
++ if False:
 """
 
 

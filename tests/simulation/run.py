@@ -197,6 +197,8 @@ class _Client:
         plan = self._plan
         await asyncio.sleep(plan.arrival_s)
         ranks.seeds.tenants[plan.number] = plan.tenant
+        if plan.bad_position is not None:
+            ranks.seeds.bad_positions[plan.number] = plan.bad_position
         stream = await self._opened(client, outcome)
         if stream is None:
             return

@@ -43,6 +43,8 @@ class ClientPlan:
     """Tokens of a sequence after which it ends it, as with a stop string."""
     bad_length: int | None = None
     """The length at which its logits are not finite."""
+    bad_position: int | None = None
+    """The position from which on its values are not finite."""
     lethal_length: int | None = None
     """The length at which its ranks die, each time."""
     lethal_step: int | None = None
@@ -90,10 +92,15 @@ class Scenario:
     channel_delay_s: float = 0.0
     windows: tuple[int | None, ...] = (None,)
     """The window of each group of layers."""
+    state_blocks: int = 0
+    """Blocks of the recurrent state of a sequence."""
+    state_grid: int = 4
 
 
 _WINDOWED = 3
 """In one scenario of so many, there are several groups of layers."""
+_STATEFUL = 5
+"""In one scenario of so many, layers have a recurrent state."""
 _RETURNING = 4
 """In one scenario of so many, prompts come back."""
 _LETHAL = 16
@@ -102,6 +109,31 @@ _LETHAL = 16
 
 def make_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
+    scenario = _make_layered(seed)
+    return scenario if seed % _STATEFUL else make_stateful(scenario)
+
+
+def make_stateful(scenario: Scenario) -> Scenario:
+    """Return a scenario with recurrent states, for which the pools have more blocks."""
+    draws = random.Random(f"states {scenario.seed}")
+    state_blocks = draws.choice((1, 2, 5))
+    clients = [
+        replace(one, bad_position=draws.randint(0, 12)) if draws.random() < 0.05 else one
+        for one in scenario.clients
+    ]
+    return replace(
+        scenario,
+        clients=tuple(clients),
+        state_blocks=state_blocks,
+        state_grid=draws.choice((1, 2, 4)),
+        num_blocks=scenario.num_blocks + state_blocks * draws.choice((1, 2, 4)),
+        num_cpu_blocks=scenario.num_cpu_blocks * draws.choice((1, 1 + state_blocks)),
+        num_disk_blocks=scenario.num_disk_blocks * (1 + state_blocks),
+    )
+
+
+def _make_layered(seed: int) -> Scenario:
+    """Return the scenario of a seed with one group of layers or several."""
     scenario = _make_uniform(seed)
     if seed % _WINDOWED:
         return scenario
@@ -295,6 +327,10 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     return scenario
 
 
+_FREE = {"num_ranks", "channel_delay_s", "itl_target_ms", "windows", "state_blocks"}
+"""Fields of a scenario that a simpler scenario need not have."""
+
+
 def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     """Yield scenarios with less in them, those with much less first."""
     clients, faults = scenario.clients, scenario.faults
@@ -308,8 +344,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
     for field in fields(Scenario):
-        is_free = field.name in ("num_ranks", "channel_delay_s", "itl_target_ms", "windows")
-        if is_free and _value(scenario, field) != field.default:
+        if field.name in _FREE and _value(scenario, field) != field.default:
             without = tuple(fault for fault in faults if fault.rank == 0)
             yield replace(scenario, faults=without, **_default_of(field))
     for index, client in enumerate(clients):

@@ -68,6 +68,8 @@ class SimulatedRanks(Executor):
             num_cpu_blocks=self._scenario.num_cpu_blocks,
             block_bytes=1,
             groups=self._scenario.windows,
+            state_blocks=self._scenario.state_blocks,
+            state_grid=self._scenario.state_grid,
         )
 
     @property
@@ -176,6 +178,7 @@ class SimulatedRanks(Executor):
             block_copy_s=scenario.step_s,
             token_s=scenario.step_s / 8,
             windows=scenario.windows,
+            state_blocks=scenario.state_blocks,
         )
 
     def _post(self, message: StepPlan | StepMasks) -> None:
