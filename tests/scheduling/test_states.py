@@ -149,6 +149,20 @@ def test_a_snapshot_comes_back_from_the_cpu_pool() -> None:
     assert harness.scheduler.stats().num_restored_blocks == 16 + 3
 
 
+def test_a_longer_prefix_in_the_cpu_pool_replaces_a_shorter_prefix_on_the_device() -> None:
+    harness = make_harness(num_blocks=40, num_cpu_blocks=100, preemption="swap")
+    prompt = tokens(1, 300)
+    harness.add(prompt, anchors=(64, 300), max_tokens=1)
+    harness.drain()
+    assert run(harness, prompt[:70]) == 64
+    run(harness, tokens(2, 400))
+    kv, keys = harness.scheduler._kv, harness.sequences[0].blocks.keys
+    assert kv.device.find_block(state_key(keys[3], 0)) is not None
+    assert kv.device.find_block(state_key(keys[15], 0)) is None
+    assert run(harness, prompt) == 256
+    harness.check_end()
+
+
 def test_a_snapshot_comes_back_from_the_cpu_pool_of_a_rank_that_died() -> None:
     harness = make_harness(num_blocks=40, num_cpu_blocks=100, preemption="swap")
     prompt = tokens(1, 300)

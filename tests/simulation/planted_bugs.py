@@ -286,10 +286,6 @@ StateCopier.make_snapshot: a snapshot is found under the key of another position
 - save.position))
 + save.position - self._grid))
 
-StateCopier.make_snapshot: a snapshot counts as verified before any logits depend on it
-- sequence.blocks.unverified.append((block, keys[part]))
-+ device.mark_verified((block,))
-
 StateCopier._live_blocks: a state is copied to the row of another sequence
 - sequence.state.row * self.num_blocks
 + sequence.state.row * (self.num_blocks - 1)
@@ -310,10 +306,6 @@ PrefixCache.state_keys: the parts of a state have the same key
 - - 1], part)
 + - 1], 0)
 
-PrefixCache.load_blocks: the state of a shorter prefix is never released
-- self._device.pool.release(block)
-+ pass
-
 KvManager._share_prefix: a snapshot is used and not owned
 -  + prefix.state_ids
 + 
@@ -321,10 +313,6 @@ KvManager._share_prefix: a snapshot is used and not owned
 KvManager.admit: a sequence runs before its state is copied back
 - (*hits, *state_ids)
 + hits
-
-KvManager.swap_out: a CPU block is taken while a live state is copied to it
-- self._pin_copied(step, [], live_state)
-+ pass
 
 KvManager.swap_in: a state is not swapped in
 - [*sources, *swapped.state_ids]
