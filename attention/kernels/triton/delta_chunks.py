@@ -33,6 +33,9 @@ _CHUNK = tl.constexpr(CHUNK_SIZE)
 _STATE_VALUES = 64
 """Rows of a state in a program."""
 _OUT_VALUES = 128
+_SOLVE_OPTIONS = {"num_warps": 4, "num_stages": 3}
+_PASS_OPTIONS = {"num_warps": 4, "num_stages": 3}
+_RESULT_OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -404,7 +407,7 @@ def delta_chunks(
             tile_value,
         ),
         (num_segments, num_tokens),
-        num_warps=4,
+        **_SOLVE_OPTIONS,
         **options,
     )
     tile = min(_STATE_VALUES, tile_value)
@@ -416,7 +419,7 @@ def delta_chunks(
         ),
         (key.stride(0), states.stride(0), *shape, *dots, is_dependent, tile_key, tile),
         (num_tokens,),
-        num_warps=4,
+        **_PASS_OPTIONS,
         **options,
     )
     tile = min(_OUT_VALUES, tile_value)
@@ -435,6 +438,6 @@ def delta_chunks(
             tile,
         ),
         (num_segments, num_tokens),
-        num_warps=4,
+        **_RESULT_OPTIONS,
         **options,
     )
