@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.arguments import CHUNK_SIZE
+from attention.kernels.cpu import recurrent_steps
 
 if TYPE_CHECKING:
     from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
@@ -41,6 +42,10 @@ def causal_conv(
         from attention.kernels.triton import causal_conv as triton_kernel
 
         return triton_kernel.causal_conv(x, weight, bias, states, segments, activation)
+    has_silu = activation == "silu"
+    results = recurrent_steps.causal_conv(x, weight, bias, states, segments, has_silu=has_silu)
+    if results is not None:
+        return results
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     taps = weight.float().t()
     for row, first, end in segments.spans():
@@ -51,7 +56,7 @@ def causal_conv(
         # A grouped convolution of torch in bfloat16 takes many times as long on a CPU.
         for offset, tap in enumerate(taps):
             sums.addcmul_(inputs[offset : offset + end - first], tap)
-        if activation == "silu":
+        if has_silu:
             functional.silu(sums, inplace=True)
         states[row] = inputs[end - first :]
     return out.to(x.dtype)
@@ -79,26 +84,7 @@ def delta_rule(
 
         gates = log_decay, beta
         return triton_kernels.delta_rule(query, key, value, gates, None, states, segments)
-    num_shared = value.shape[1] // key.shape[1]
-    query = _unit(query).mul_(key.shape[2] ** -0.5).repeat_interleave(num_shared, dim=1)
-    key = _unit(key).repeat_interleave(num_shared, dim=1)
-    inputs = query, key, value.float(), log_decay.unsqueeze(2), beta.unsqueeze(2)
-    out = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
-    last_tokens, last_rows = [], []
-    for row, first, end in segments.spans():
-        # A token that is alone in its chunk is computed as a decode would compute it.
-        is_last_alone = (end - first) % CHUNK_SIZE == 1
-        if is_last_alone:
-            last_tokens.append(end - 1)
-            last_rows.append(row)
-        if first < end - is_last_alone:
-            chunks = slice(first, end - is_last_alone)
-            out[chunks] = _delta_chunks(*(part[chunks] for part in inputs), state=states[row])
-    if last_tokens:
-        tokens = torch.tensor(last_tokens, device=value.device)
-        rows = torch.tensor(last_rows, device=value.device)
-        out[tokens] = _delta_step(*(part[tokens] for part in inputs), states=states, rows=rows)
-    return out.to(value.dtype)
+    return _delta_rule(query, key, value, log_decay, beta, None, states, segments)
 
 
 def gated_delta_rule(
@@ -117,9 +103,63 @@ def gated_delta_rule(
         return triton_kernels.delta_rule(query, key, value, gates, norm, states, segments)
     log_decay = -gates.a_log.float().exp() * functional.softplus(gates.a.float() + gates.dt_bias)
     beta = gates.b.float().sigmoid()
-    out = delta_rule(query, key, value, log_decay, beta, states, segments).float()
-    normed = functional.rms_norm(out, norm.weight.shape, norm.weight.float(), norm.eps)
-    return (normed * functional.silu(norm.z.float())).to(value.dtype)
+    return _delta_rule(query, key, value, log_decay, beta, norm, states, segments)
+
+
+def _delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    norm: GatedNorm | None,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Return the results on a CPU: chunks by torch, tokens that are alone in theirs by a kernel."""
+    out = value.new_zeros(value.shape)
+    parts = query, key, value, log_decay, beta
+    alone = []
+    for row, first, end in segments.spans():
+        # A token that is alone in its chunk is computed as a decode would compute it.
+        is_last_alone = (end - first) % CHUNK_SIZE == 1
+        if is_last_alone:
+            alone.append((end - 1, row))
+        if first < end - is_last_alone:
+            chunks = slice(first, end - is_last_alone)
+            inputs = _prepared(*(part[chunks] for part in parts))
+            results = _delta_chunks(*inputs, state=states[row])
+            out[chunks] = _normed(results, norm, chunks)
+    if not alone or recurrent_steps.delta_step(*parts, norm, states, segments, out):
+        return out
+    tokens, rows = torch.tensor(alone, device=value.device).unbind(1)
+    inputs = _prepared(*(part[tokens] for part in parts))
+    out[tokens] = _normed(_delta_step(*inputs, states=states, rows=rows), norm, tokens).to(
+        out.dtype
+    )
+    return out
+
+
+def _prepared(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the inputs in float32, `[num_tokens, num_value_heads, size]`, keys as unit vectors."""
+    num_shared = value.shape[1] // key.shape[1]
+    query = _unit(query).mul_(key.shape[2] ** -0.5).repeat_interleave(num_shared, dim=1)
+    key = _unit(key).repeat_interleave(num_shared, dim=1)
+    return query, key, value.float(), log_decay.unsqueeze(2), beta.unsqueeze(2)
+
+
+def _normed(x: torch.Tensor, norm: GatedNorm | None, tokens: slice | torch.Tensor) -> torch.Tensor:
+    """Return the gated norm of the results of some tokens, in float32."""
+    if norm is None:
+        return x
+    x = functional.rms_norm(x, norm.weight.shape, norm.weight.float(), norm.eps)
+    return x * functional.silu(norm.z[tokens].float())
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from attention.kernels.arguments import DeltaGates, GatedNorm
+from attention.kernels.cpu import recurrent_steps
+from attention.kernels.cpu.native import find_compiler
 from attention.kernels.recurrent import causal_conv, delta_rule, gated_delta_rule
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
@@ -20,6 +22,16 @@ from tests.attention.kernels.recurrent_case import (
     has_untouched_surroundings,
     segments_of,
 )
+
+
+@pytest.fixture(params=["kernel", "torch"], autouse=True)
+def _both_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test twice: with kernels in C where they apply, and through torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(recurrent_steps, "_kernel", lambda *_: None)
+    elif find_compiler() is None:
+        pytest.skip("no C compiler")
+
 
 # Decodes, prefills, both together, and lengths around those of chunks.
 STEPS = [

@@ -1,0 +1,128 @@
+/* The kernels of recurrent_steps.c for one element type; included once for each. */
+
+/* The input of a segment at a position from its start; the state has the positions before it. */
+INLINE const ELEMENT *NAME(conv_input)(
+    const ELEMENT *x, int64_t stride, const ELEMENT *state, int64_t num_channels, int64_t before,
+    int64_t position) {
+    return position < 0 ? state + (position + before) * num_channels : x + position * stride;
+}
+
+/* Convolves `count` channels of a segment of `num_tokens` tokens, and updates their state. */
+static void NAME(conv_channels)(
+    const ELEMENT *x, int64_t stride, const ELEMENT *weight, const ELEMENT *bias, ELEMENT *state,
+    ELEMENT *out, int64_t num_tokens, int64_t num_channels, int64_t width, int64_t count,
+    int has_silu) {
+    const int64_t before = width - 1;
+    float taps[WIDTH][CHANNELS], first[CHANNELS] = {0}, sums[CHANNELS] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        if (bias) first[i] = NAME(one)(bias + i);
+        for (int64_t tap = 0; tap < width; tap++) taps[tap][i] = NAME(one)(weight + i * width + tap);
+    }
+    for (int64_t token = 0; token < num_tokens; token++) {
+        memcpy(sums, first, sizeof sums);
+        for (int64_t tap = 0; tap < width; tap++) {
+            const ELEMENT *input =
+                NAME(conv_input)(x, stride, state, num_channels, before, token - before + tap);
+            for (int64_t i = 0; i < count; i++) sums[i] += NAME(one)(input + i) * taps[tap][i];
+        }
+        if (has_silu)
+            for (int64_t i = 0; i < count; i += LANES)
+                store_all_float(sums + i, silu_of(load_float(sums + i)));
+        for (int64_t i = 0; i < count; i++)
+            NAME(store)(out + token * num_channels + i, sums[i]);
+    }
+    /* A column is written after columns before it, and read before. */
+    for (int64_t column = 0; column < before; column++) {
+        const ELEMENT *last = NAME(conv_input)(
+            x, stride, state, num_channels, before, num_tokens - before + column);
+        memmove(state + column * num_channels, last, count * sizeof(ELEMENT));
+    }
+}
+
+/*
+ * Called by causal_conv in recurrent_steps.py. Rows of `states`, `[width - 1][num_channels]` each,
+ * and tokens of x are strided; tokens of `out` are not.
+ */
+void NAME(causal_conv)(
+    const ELEMENT *x, int64_t stride, const ELEMENT *weight, const ELEMENT *bias, ELEMENT *states,
+    int64_t row_stride, const int32_t *query_starts, const int32_t *rows, ELEMENT *out,
+    int64_t num_segments, int64_t num_channels, int64_t width, int has_silu) {
+    const int64_t num_tiles = (num_channels + CHANNELS - 1) / CHANNELS;
+    const int64_t num_tokens = query_starts[num_segments] - query_starts[0];
+#pragma omp parallel for schedule(dynamic) if (num_tokens * num_channels > MANY)
+    for (int64_t item = 0; item < num_segments * num_tiles; item++) {
+        const int64_t segment = item / num_tiles, channel = item % num_tiles * CHANNELS;
+        const int64_t first = query_starts[segment], length = query_starts[segment + 1] - first;
+        if (rows[segment] < 0 || !length) continue;
+        const int64_t left = num_channels - channel, count = left < CHANNELS ? left : CHANNELS;
+        NAME(conv_channels)(
+            x + first * stride + channel, stride, weight + channel * width,
+            bias ? bias + channel : 0, states + rows[segment] * row_stride + channel,
+            out + first * num_channels + channel, length, num_channels, width, count, has_silu);
+    }
+}
+
+/* Copies a vector, divided by its length, times a factor. */
+INLINE void NAME(unit)(const ELEMENT *from, float *to, int64_t size, float factor) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < size; i++) {
+        to[i] = NAME(one)(from + i);
+        squares += to[i] * to[i];
+    }
+    factor /= sqrtf(squares + 1e-6f);
+    for (int64_t i = 0; i < size; i++) to[i] *= factor;
+}
+
+/* out = out / sqrt(mean(out^2) + eps) * weight * silu(z), for one head. */
+static void NAME(gate_head)(
+    ELEMENT *out, const ELEMENT *z, const float *weight, int64_t size, float eps) {
+    float squares = 0.0f, gates[LANES] = {0};
+    for (int64_t i = 0; i < size; i++) squares += NAME(one)(out + i) * NAME(one)(out + i);
+    const float scale = 1.0f / sqrtf(squares / (float)size + eps);
+    for (int64_t from = 0; from < size; from += LANES) {
+        const int64_t count = size - from < LANES ? size - from : LANES;
+        for (int64_t i = 0; i < count; i++) gates[i] = NAME(one)(z + from + i);
+        store_all_float(gates, silu_of(load_float(gates)));
+        for (int64_t i = 0; i < count; i++) {
+            ELEMENT *one = out + from + i;
+            NAME(store)(one, NAME(one)(one) * scale * weight[from + i] * gates[i]);
+        }
+    }
+}
+
+typedef struct {
+    const ELEMENT *query, *key, *value, *z;
+    const float *log_decay, *beta, *weight;
+    void *states;
+    const int32_t *query_starts, *rows;
+    ELEMENT *out;
+    int64_t query_stride, key_stride, value_stride, z_stride, row_stride;
+    int64_t num_segments, num_key_heads, num_heads, key_size, value_size;
+    float scale, eps;
+} NAME(Delta);
+
+/* The row of the state of one head, and the token of a segment if it is alone in its chunk. */
+INLINE int64_t NAME(lone_token)(const NAME(Delta) *delta, int64_t segment) {
+    const int64_t first = delta->query_starts[segment], end = delta->query_starts[segment + 1];
+    return delta->rows[segment] >= 0 && (end - first) % CHUNK == 1 ? end - 1 : -1;
+}
+
+#define STATE float
+#define STATED(x) NAME(x##_float_states)
+#define ONE_STATE one_float
+#define STORE_STATE store_float
+#include "recurrent_steps_delta.h"
+#undef STATE
+#undef STATED
+#undef ONE_STATE
+#undef STORE_STATE
+
+#define STATE uint16_t
+#define STATED(x) NAME(x##_bfloat_states)
+#define ONE_STATE one_bfloat
+#define STORE_STATE store_bfloat
+#include "recurrent_steps_delta.h"
+#undef STATE
+#undef STATED
+#undef ONE_STATE
+#undef STORE_STATE
