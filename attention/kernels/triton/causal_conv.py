@@ -25,27 +25,31 @@ __all__ = ["causal_conv"]
 
 _DECODE_CHANNELS = 512
 _CHUNK_CHANNELS = 64
+"""Channels of a program."""
+_CHUNK_WARPS = 4
 
 
 @triton.jit
 def _inputs(
     x: tl.tensor,
     state: tl.tensor,
-    positions: tl.tensor,
+    first: tl.tensor,
+    order: tl.tensor,
     num_tokens: tl.tensor,
     channels: tl.tensor,
     x_stride: tl.tensor,
     num_channels: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Return the inputs at positions from the start of a segment; negative ones are its state.
+    """Return the inputs of a segment at positions `first + order`; negative ones are its state.
 
     Pointers: x to the first token of the segment, state `[width - 1, num_channels]`.
     """
     is_channel = (channels < num_channels)[None, :]
+    positions = first + order
     is_new = ((positions >= 0) & (positions < num_tokens))[:, None] & is_channel
-    places = positions.to(tl.int64)[:, None] * x_stride + channels[None, :]
-    new = tl.load(x + places, mask=is_new, other=0.0)
+    places = order[:, None] * x_stride + channels[None, :]
+    new = tl.load(x + first.to(tl.int64) * x_stride + places, mask=is_new, other=0.0)
     places = (positions + width - 1)[:, None] * num_channels + channels[None, :]
     old = tl.load(state + places, mask=(positions < 0)[:, None] & is_channel, other=0.0)
     return tl.where((positions < 0)[:, None], old, new)
@@ -63,10 +67,11 @@ def _keep_last(
 ) -> None:
     """Write the last inputs of a segment to its state; pointers as in `_inputs`."""
     is_channel = (channels < num_channels)[None, :]
+    order = tl.arange(0, 1)
     # Of one column each: a state of another position is written only after it was read.
     for column in tl.static_range(width - 1):
-        position = num_tokens - (width - 1 - column) + tl.zeros([1], tl.int32)
-        kept = _inputs(x, state, position, num_tokens, channels, x_stride, num_channels, width)
+        first = num_tokens - (width - 1 - column)
+        kept = _inputs(x, state, first, order, num_tokens, channels, x_stride, num_channels, width)
         tl.store(state + column * num_channels + channels[None, :], kept, mask=is_channel)
 
 
@@ -106,7 +111,8 @@ def _causal_conv(
         row, chunk_start, first, end = chunk_of_program(
             query_starts, rows, num_segments, num_tokens, index, False
         )
-    tokens = chunk_start + tl.arange(0, tile_tokens)
+    order = tl.arange(0, tile_tokens)
+    tokens = chunk_start + order
     channels = tl.program_id(1) * tile_channels + tl.arange(0, tile_channels)
     is_channel = channels < num_channels
     is_out = (tokens < end)[:, None] & is_channel[None, :]
@@ -120,15 +126,17 @@ def _causal_conv(
     if has_bias:
         sums += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(width):
-        positions = tokens - first + tap - (width - 1)
-        column = _inputs(x, state, positions, end - first, channels, x_stride, num_channels, width)
+        start = chunk_start - first + tap - (width - 1)
+        column = _inputs(
+            x, state, start, order, end - first, channels, x_stride, num_channels, width
+        )
         factor = tl.load(weight + channels * width + tap, mask=is_channel, other=0.0)
         sums += column.to(tl.float32) * factor.to(tl.float32)[None, :]
     if has_silu:
         sums = sums / (1.0 + tl.exp(-sums))
     tl.store(out, sums.to(out.dtype.element_ty), mask=is_out)
     if is_decode:
-        _keep_last(x, state, 1, channels, x_stride, num_channels, width)
+        _keep_last(x, state, end - first, channels, x_stride, num_channels, width)
 
 
 @triton.jit
@@ -212,7 +220,7 @@ def causal_conv(
             tile,
         ),
         (num_segments, num_tokens),
-        num_warps=4,
+        num_warps=4 if is_decode else _CHUNK_WARPS,
         **options,
     )
     if not is_decode:

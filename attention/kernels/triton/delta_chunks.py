@@ -36,6 +36,9 @@ _OUT_VALUES = 128
 _SOLVE_OPTIONS = {"num_warps": 4, "num_stages": 3}
 _PASS_OPTIONS = {"num_warps": 4, "num_stages": 3}
 _RESULT_OPTIONS = {"num_warps": 4, "num_stages": 3}
+_EXACT_OPTIONS = {"num_warps": 8, "num_stages": 1}
+"""Options of all three kernels in float32, where operands take more memory."""
+_EXACT_VALUES = 32
 
 
 @triton.jit
@@ -81,11 +84,12 @@ def _load_tile(
 
 
 @triton.jit
-def _inverse(system: tl.tensor, precision: tl.constexpr) -> tl.tensor:
+def _inverse(system: tl.tensor, operand_type: tl.constexpr, precision: tl.constexpr) -> tl.tensor:
     """Return the inverse of the identity plus a strictly lower triangular matrix.
 
     The blocks on the diagonal are inverted, from 2 x 2 on; each pair of them makes a block of twice
-    the size: the inverse of [[A, 0], [C, B]] is [[1 / A, 0], [-1 / B C 1 / A, 1 / B]].
+    the size: the inverse of [[A, 0], [C, B]] is [[1 / A, 0], [-1 / B C 1 / A, 1 / B]]. Elements of
+    the matrix and of its inverse are at most 1, if keys are unit vectors.
     """
     rows = tl.arange(0, _CHUNK)[:, None]
     columns = tl.arange(0, _CHUNK)[None, :]
@@ -94,9 +98,10 @@ def _inverse(system: tl.tensor, precision: tl.constexpr) -> tl.tensor:
     for level in tl.static_range(1, 6):
         half = 1 << level
         is_pair = (rows // half == columns // half + 1) & (rows // half % 2 == 1)
-        between = tl.where(is_pair, system, 0.0)
-        between = tl.dot(inverse, between, input_precision=precision)
-        inverse -= tl.dot(between, inverse, input_precision=precision)
+        between = tl.where(is_pair, system, 0.0).to(operand_type)
+        known = inverse.to(operand_type)
+        between = tl.dot(known, between, input_precision=precision).to(operand_type)
+        inverse -= tl.dot(between, known, input_precision=precision)
     return inverse
 
 
@@ -127,7 +132,7 @@ def _solve_chunk(
     has_gates: tl.constexpr,
     dot_type: tl.constexpr,
     precision: tl.constexpr,
-    system_precision: tl.constexpr,
+    system_type: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
     tile_value: tl.constexpr,
@@ -169,7 +174,7 @@ def _solve_chunk(
     between = tl.exp(tl.where(is_earlier, decay[:, None] - decay[None, :], 0.0))
     products = tl.dot(keys, tl.trans(keys), input_precision=precision) * between
     products *= (beta * key_scale)[:, None] * key_scale[None, :]
-    inverse = _inverse(tl.where(is_earlier, products, 0.0), system_precision)
+    inverse = _inverse(tl.where(is_earlier, products, 0.0), system_type, precision)
     weights = (inverse * beta[None, :]).to(dot_type)
     value_columns = tl.arange(0, tile_value)
     values = _load_tile(
@@ -385,8 +390,9 @@ def delta_chunks(
     )
     a, b, a_log, dt_bias = gate_tensors(gates)
     shape = (num_key_heads, num_heads, key_size, value_size)
-    is_exact = value.dtype == torch.float32
-    dots = (dot_type(value), "ieee" if is_exact else "tf32")
+    operand_type, is_exact = dot_type(value), value.dtype == torch.float32
+    # Products of three terms are as precise as float32, and tensor cores compute them.
+    dots = (operand_type, "tf32x3")
     is_dependent, options = can_depend(device), launch_options(device)
     tile_key = max(16, next_power_of_two(key_size))
     tile_value = max(16, next_power_of_two(value_size))
@@ -401,16 +407,16 @@ def delta_chunks(
             *shape,
             not isinstance(gates, DeltaGates),
             *dots,
-            "ieee" if is_exact else "tf32x3",
+            tl.float32 if operand_type == tl.float32 else tl.float16,
             is_dependent,
             tile_key,
             tile_value,
         ),
         (num_segments, num_tokens),
-        **_SOLVE_OPTIONS,
+        **(_EXACT_OPTIONS if is_exact else _SOLVE_OPTIONS),
         **options,
     )
-    tile = min(_STATE_VALUES, tile_value)
+    tile = min(_EXACT_VALUES if is_exact else _STATE_VALUES, tile_value)
     _PASS_STATES.launch(
         (triton.cdiv(value_size, tile), num_heads, num_segments),
         (
@@ -419,10 +425,10 @@ def delta_chunks(
         ),
         (key.stride(0), states.stride(0), *shape, *dots, is_dependent, tile_key, tile),
         (num_tokens,),
-        **_PASS_OPTIONS,
+        **(_EXACT_OPTIONS if is_exact else _PASS_OPTIONS),
         **options,
     )
-    tile = min(_OUT_VALUES, tile_value)
+    tile = min(_EXACT_VALUES if is_exact else _OUT_VALUES, tile_value)
     _CHUNK_RESULTS.launch(
         (num_chunks, num_heads, triton.cdiv(value_size, tile)),
         (
@@ -438,6 +444,6 @@ def delta_chunks(
             tile,
         ),
         (num_segments, num_tokens),
-        **_RESULT_OPTIONS,
+        **(_EXACT_OPTIONS if is_exact else _RESULT_OPTIONS),
         **options,
     )

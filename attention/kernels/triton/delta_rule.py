@@ -29,25 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["delta_rule"]
 
 _CHUNK = tl.constexpr(CHUNK_SIZE)
-_TILE = 4096
-"""Elements of a state of which a warp has at most as many."""
+_STEP_VALUES = 32
+"""Rows of a state in a program, unless it also norms the result."""
+_WARP_ELEMENTS = 1024
+"""Elements of a state that a warp holds."""
+_MAX_FUSED_PROGRAMS = 64
+"""Heads of all rows up to which one program for each head, which also norms, is faster."""
+_NORM_TILE = 8
+"""Heads that a program norms."""
 
 
 @triton.jit
 def _gated_norm(
-    x: tl.tensor,
-    z: tl.tensor,
-    weight: tl.tensor,
-    columns: tl.tensor,
-    size: tl.constexpr,
-    eps: tl.tensor,
+    x: tl.tensor, z: tl.tensor, weight: tl.tensor, size: tl.constexpr, eps: tl.tensor
 ) -> tl.tensor:
-    """Return the norm of one head, float32 `[columns]`, with its gate; `z` points to the head."""
-    is_column = columns < size
-    gate = tl.load(z + columns, mask=is_column, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    normed *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
-    return normed * (gate / (1.0 + tl.exp(-gate)))
+    """Return the norms of heads, float32 `[num_heads, tile]`, with their gates."""
+    gate = z.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
+    return normed * weight.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
 
 
 @triton.jit
@@ -85,14 +84,15 @@ def _delta_step(
     tile_key: tl.constexpr,
     tile_value: tl.constexpr,
 ) -> None:
-    """Write the result of one token and head, and update its state.
+    """Write some values of the result of one token and head, and update their rows of its state.
 
-    Launched by `delta_rule`; grid `(num_heads, num_segments)`. The token is the only one of its
-    segment, or the last one if it is alone in its chunk. Pointers: as in `_solve_chunk` and
-    `_pass_states`; z, out `[num_tokens, num_heads, value_size]`; norm_weight `[value_size]`.
+    Launched by `delta_rule`; grid `(tiles of values, num_heads, num_segments)`. The token is the
+    only one of its segment, or the last one if it is alone in its chunk. Pointers: as in
+    `_solve_chunk` and `_pass_states`; z, out `[num_tokens, num_heads, value_size]`; norm_weight
+    `[value_size]`.
     """
     wait_for_inputs(is_dependent)
-    head, segment = tl.program_id(0), tl.program_id(1)
+    head, segment = tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + segment)
     token = segment.to(tl.int64)
     if not is_decode:
@@ -100,7 +100,7 @@ def _delta_step(
         if (end - tl.load(query_starts + segment)) % _CHUNK != 1:
             return
         token = (end - 1).to(tl.int64)
-    values = tl.arange(0, tile_value)
+    values = tl.program_id(0) * tile_value + tl.arange(0, tile_value)
     is_value = values < value_size
     out += (token * num_heads + head) * value_size + values
     if row < 0:
@@ -133,9 +133,11 @@ def _delta_step(
     state += change[:, None] * k[None, :]
     tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
     if is_normed:
-        result = result.to(out.dtype.element_ty).to(tl.float32)
-        z += token * z_stride + head * value_size
-        result = _gated_norm(result, z, norm_weight, values, value_size, norm_eps)
+        gate = tl.load(z + token * z_stride + head * value_size + values, mask=is_value, other=0.0)
+        weight = tl.load(norm_weight + values, mask=is_value, other=0.0)
+        result = result.to(out.dtype.element_ty).to(tl.float32)[None, :]
+        result = _gated_norm(result, gate[None, :], weight[None, :], value_size, norm_eps)
+        result = tl.reshape(result, [tile_value])
     tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
 
 
@@ -149,21 +151,26 @@ def _norm_heads(
     num_heads: tl.constexpr,
     size: tl.constexpr,
     is_dependent: tl.constexpr,
+    tile_heads: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Norm one head of one token in place, with its gate.
+    """Norm some heads of one token in place, with their gates.
 
-    Launched by `delta_rule`; grid `(num_tokens, num_heads)`. Pointers: x, z `[num_tokens,
+    Launched by `delta_rule`; grid `(num_tokens, tiles of heads)`. Pointers: x, z `[num_tokens,
     num_heads, size]`, weight `[size]`.
     """
     wait_for_inputs(is_dependent)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
     columns = tl.arange(0, tile)
-    x += (token * num_heads + head) * size + columns
-    z += token * z_stride + head * size
-    values = tl.load(x, mask=columns < size, other=0.0).to(tl.float32)
-    normed = _gated_norm(values, z, weight, columns, size, eps)
-    tl.store(x, normed.to(x.dtype.element_ty), mask=columns < size)
+    mask = (heads < num_heads)[:, None] & (columns < size)[None, :]
+    places = heads[:, None] * size + columns[None, :]
+    x += token * (num_heads * size) + places
+    gates = tl.load(z + token * z_stride + places, mask=mask, other=0.0)
+    weights = tl.load(weight + columns, mask=columns < size, other=0.0)[None, :]
+    values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    normed = _gated_norm(values, gates, weights, size, eps)
+    tl.store(x, normed.to(x.dtype.element_ty), mask=mask)
 
 
 _DELTA_STEP = KernelLauncher(_delta_step)
@@ -197,8 +204,11 @@ def delta_rule(
     is_dependent, options = can_depend(value.device), launch_options(value.device)
     tile_key, tile_value = next_power_of_two(key_size), next_power_of_two(value_size)
     z, weight, eps = (value, value, 0.0) if norm is None else (norm.z, norm.weight, norm.eps)
+    num_programs = len(segments.rows) * num_heads
+    fuses_norm = norm is not None and is_decode and num_programs <= _MAX_FUSED_PROGRAMS
+    tile = tile_value if fuses_norm else min(_STEP_VALUES, tile_value)
     _DELTA_STEP.launch(
-        (num_heads, len(segments.rows), 1),
+        (triton.cdiv(value_size, tile), num_heads, len(segments.rows)),
         (
             *(query, key, value, a, b, a_log, dt_bias, z, weight),
             *(segments.query_starts, segments.rows, states, out),
@@ -208,21 +218,21 @@ def delta_rule(
             *(z.stride(0), states.stride(0), key_size**-0.5, eps),
             *(num_key_heads, num_heads, key_size, value_size),
             not isinstance(gates, DeltaGates),
-            norm is not None and is_decode,
+            fuses_norm,
             is_decode,
             is_dependent,
             tile_key,
-            tile_value,
+            tile,
         ),
-        num_warps=min(8, max(1, tile_key * tile_value // _TILE)),
+        num_warps=min(8, max(1, tile_key * tile // _WARP_ELEMENTS)),
         **options,
     )
-    if norm is not None and not is_decode:
+    if norm is not None and not fuses_norm:
         _NORM_HEADS.launch(
-            (num_tokens, num_heads, 1),
+            (num_tokens, triton.cdiv(num_heads, _NORM_TILE), 1),
             (out, z, weight),
-            (z.stride(0), eps, num_heads, value_size, is_dependent, tile_value),
-            num_warps=1,
+            (z.stride(0), eps, num_heads, value_size, is_dependent, _NORM_TILE, tile_value),
+            num_warps=4,
             **options,
         )
     return out
