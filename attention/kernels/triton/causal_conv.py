@@ -24,55 +24,56 @@ if TYPE_CHECKING:
 __all__ = ["causal_conv"]
 
 _DECODE_CHANNELS = 512
-_CHUNK_CHANNELS = 64
+_CHUNK_CHANNELS = 512
 """Channels of a program."""
-_CHUNK_WARPS = 4
+_CHUNK = tl.constexpr(CHUNK_SIZE)
 
 
 @triton.jit
-def _inputs(
+def _input(
     x: tl.tensor,
     state: tl.tensor,
-    first: tl.tensor,
-    order: tl.tensor,
-    num_tokens: tl.tensor,
-    channels: tl.tensor,
+    position: tl.tensor,
+    is_there: tl.tensor,
     x_stride: tl.tensor,
     num_channels: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Return the inputs of a segment at positions `first + order`; negative ones are its state.
+    """Return the channels of a segment at a position; negative positions are in its state.
 
-    Pointers: x to the first token of the segment, state `[width - 1, num_channels]`.
+    Pointers to channels: x of the first token of the segment, state of its oldest input.
     """
-    is_channel = (channels < num_channels)[None, :]
-    positions = first + order
-    is_new = ((positions >= 0) & (positions < num_tokens))[:, None] & is_channel
-    places = order[:, None] * x_stride + channels[None, :]
-    new = tl.load(x + first.to(tl.int64) * x_stride + places, mask=is_new, other=0.0)
-    places = (positions + width - 1)[:, None] * num_channels + channels[None, :]
-    old = tl.load(state + places, mask=(positions < 0)[:, None] & is_channel, other=0.0)
-    return tl.where((positions < 0)[:, None], old, new)
+    new = x + position.to(tl.int64) * x_stride
+    new = tl.load(new, mask=is_there & (position >= 0), other=0.0)
+    old = state + (position + width - 1) * num_channels
+    is_kept = is_there & (position < 0) & (position > -width)
+    return tl.where(position < 0, tl.load(old, mask=is_kept, other=0.0), new).to(tl.float32)
 
 
 @triton.jit
-def _keep_last(
-    x: tl.tensor,
-    state: tl.tensor,
-    num_tokens: tl.tensor,
+def _tap(
+    weight: tl.tensor,
     channels: tl.tensor,
-    x_stride: tl.tensor,
-    num_channels: tl.constexpr,
+    is_channel: tl.tensor,
+    age: tl.constexpr,
     width: tl.constexpr,
+) -> tl.tensor:
+    """Return the weights of inputs of some age, which are 0 beyond the width."""
+    is_tap = is_channel & (age < width)
+    return tl.load(weight + channels * width + (width - 1 - age), mask=is_tap, other=0.0)
+
+
+@triton.jit
+def _store_sums(
+    out: tl.tensor,
+    is_there: tl.tensor,
+    sums: tl.tensor,
+    has_silu: tl.constexpr,
 ) -> None:
-    """Write the last inputs of a segment to its state; pointers as in `_inputs`."""
-    is_channel = (channels < num_channels)[None, :]
-    order = tl.arange(0, 1)
-    # Of one column each: a state of another position is written only after it was read.
-    for column in tl.static_range(width - 1):
-        first = num_tokens - (width - 1 - column)
-        kept = _inputs(x, state, first, order, num_tokens, channels, x_stride, num_channels, width)
-        tl.store(state + column * num_channels + channels[None, :], kept, mask=is_channel)
+    """Store the results of a token."""
+    if has_silu:
+        sums = sums / (1.0 + tl.exp(-sums))
+    tl.store(out, sums.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_tokens"])
@@ -94,8 +95,7 @@ def _causal_conv(
     has_silu: tl.constexpr,
     is_decode: tl.constexpr,
     is_dependent: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    tile_channels: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
     """Write the convolution of a chunk; in a decode, also update the state.
 
@@ -106,37 +106,62 @@ def _causal_conv(
     wait_for_inputs(is_dependent)
     index = tl.program_id(0)
     if is_decode:
-        row, chunk_start, first, end = tl.load(rows + index), index, index, index + 1
+        row, start, first, end = tl.load(rows + index), index, index, index + 1
     else:
-        row, chunk_start, first, end = chunk_of_program(
+        row, start, first, end = chunk_of_program(
             query_starts, rows, num_segments, num_tokens, index, False
         )
-    order = tl.arange(0, tile_tokens)
-    tokens = chunk_start + order
-    channels = tl.program_id(1) * tile_channels + tl.arange(0, tile_channels)
+    end = tl.minimum(end, start + _CHUNK)
+    channels = tl.program_id(1) * tile + tl.arange(0, tile)
     is_channel = channels < num_channels
-    is_out = (tokens < end)[:, None] & is_channel[None, :]
-    out += tokens.to(tl.int64)[:, None] * num_channels + channels[None, :]
+    out += start.to(tl.int64) * num_channels + channels
     if row < 0:
-        tl.store(out, tl.zeros([tile_tokens, tile_channels], out.dtype.element_ty), mask=is_out)
+        for _ in range(start, end):
+            tl.store(out, tl.zeros([tile], out.dtype.element_ty), mask=is_channel)
+            out += num_channels
         return
-    x += first.to(tl.int64) * x_stride
-    state = states + row.to(tl.int64) * row_stride
-    sums = tl.zeros([tile_tokens, tile_channels], tl.float32)
+    x += first.to(tl.int64) * x_stride + channels
+    state = states + row.to(tl.int64) * row_stride + channels
+    w0 = _tap(weight, channels, is_channel, 0, width).to(tl.float32)
+    w1 = _tap(weight, channels, is_channel, 1, width).to(tl.float32)
+    w2 = _tap(weight, channels, is_channel, 2, width).to(tl.float32)
+    w3 = _tap(weight, channels, is_channel, 3, width).to(tl.float32)
+    shift = tl.zeros([tile], tl.float32)
     if has_bias:
-        sums += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(width):
-        start = chunk_start - first + tap - (width - 1)
-        column = _inputs(
-            x, state, start, order, end - first, channels, x_stride, num_channels, width
-        )
-        factor = tl.load(weight + channels * width + tap, mask=is_channel, other=0.0)
-        sums += column.to(tl.float32) * factor.to(tl.float32)[None, :]
-    if has_silu:
-        sums = sums / (1.0 + tl.exp(-sums))
-    tl.store(out, sums.to(out.dtype.element_ty), mask=is_out)
+        shift += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+    # The three inputs before a token, from the oldest one.
+    before = start - first
+    a = _input(x, state, before - 3, is_channel, x_stride, num_channels, width)
+    b = _input(x, state, before - 2, is_channel, x_stride, num_channels, width)
+    c = _input(x, state, before - 1, is_channel, x_stride, num_channels, width)
+    x += before.to(tl.int64) * x_stride
     if is_decode:
-        _keep_last(x, state, end - first, channels, x_stride, num_channels, width)
+        d = tl.load(x, mask=is_channel, other=0.0).to(tl.float32)
+        _store_sums(out, is_channel, shift + a * w3 + b * w2 + c * w1 + d * w0, has_silu)
+        if width > 3:
+            tl.store(state + (width - 4) * num_channels, b.to(state.dtype.element_ty), is_channel)
+        if width > 2:
+            tl.store(state + (width - 3) * num_channels, c.to(state.dtype.element_ty), is_channel)
+        tl.store(state + (width - 2) * num_channels, d.to(state.dtype.element_ty), is_channel)
+    else:
+        for token in range(start, end, 4):
+            # Four loads are in flight at a time.
+            has_e, has_f = is_channel & (token + 1 < end), is_channel & (token + 2 < end)
+            has_g = is_channel & (token + 3 < end)
+            d = tl.load(x, mask=is_channel, other=0.0).to(tl.float32)
+            e = tl.load(x + x_stride, mask=has_e, other=0.0).to(tl.float32)
+            f = tl.load(x + 2 * x_stride, mask=has_f, other=0.0).to(tl.float32)
+            g = tl.load(x + 3 * x_stride, mask=has_g, other=0.0).to(tl.float32)
+            _store_sums(out, is_channel, shift + a * w3 + b * w2 + c * w1 + d * w0, has_silu)
+            out += num_channels
+            _store_sums(out, has_e, shift + b * w3 + c * w2 + d * w1 + e * w0, has_silu)
+            out += num_channels
+            _store_sums(out, has_f, shift + c * w3 + d * w2 + e * w1 + f * w0, has_silu)
+            out += num_channels
+            _store_sums(out, has_g, shift + d * w3 + e * w2 + f * w1 + g * w0, has_silu)
+            out += num_channels
+            x += 4 * x_stride
+            a, b, c = e, f, g
 
 
 @triton.jit
@@ -150,7 +175,7 @@ def _update_states(
     num_channels: tl.constexpr,
     width: tl.constexpr,
     is_dependent: tl.constexpr,
-    tile_channels: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
     """Write the last inputs of one segment to its state, for a tile of channels.
 
@@ -164,10 +189,16 @@ def _update_states(
     num_tokens = tl.load(query_starts + segment + 1) - first
     if row < 0:
         return
-    channels = tl.program_id(1) * tile_channels + tl.arange(0, tile_channels)
-    x += first.to(tl.int64) * x_stride
-    state = states + row.to(tl.int64) * row_stride
-    _keep_last(x, state, num_tokens, channels, x_stride, num_channels, width)
+    channels = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_channel = channels < num_channels
+    x += first.to(tl.int64) * x_stride + channels
+    state = states + row.to(tl.int64) * row_stride + channels
+    # A column is written only after it was read: the inputs that move are in later columns.
+    for column in tl.static_range(width - 1):
+        position = num_tokens - (width - 1) + column
+        kept = _input(x, state, position, is_channel, x_stride, num_channels, width)
+        kept = kept.to(states.dtype.element_ty)
+        tl.store(state + column * num_channels, kept, mask=is_channel)
 
 
 _CAUSAL_CONV = KernelLauncher(_causal_conv)
@@ -185,6 +216,7 @@ def causal_conv(
     """Return the convolution of each segment, as `recurrent.causal_conv` does."""
     num_tokens, num_channels = x.shape
     width = weight.shape[1]
+    assert 2 <= width <= 4
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     assert states.dtype == x.dtype
@@ -216,11 +248,10 @@ def causal_conv(
             activation == "silu",
             is_decode,
             is_dependent,
-            1 if is_decode else CHUNK_SIZE,
             tile,
         ),
         (num_segments, num_tokens),
-        num_warps=4 if is_decode else _CHUNK_WARPS,
+        num_warps=4 if is_decode else 2,
         **options,
     )
     if not is_decode:

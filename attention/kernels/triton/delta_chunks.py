@@ -30,7 +30,7 @@ __all__ = ["NORM_EPS", "delta_chunks", "gate_tensors", "load_gates"]
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of squares of queries and keys."""
 _CHUNK = tl.constexpr(CHUNK_SIZE)
-_STATE_VALUES = 64
+_STATE_VALUES = 32
 """Rows of a state in a program."""
 _OUT_VALUES = 128
 _SOLVE_OPTIONS = {"num_warps": 4, "num_stages": 3}

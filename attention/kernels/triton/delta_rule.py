@@ -29,24 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["delta_rule"]
 
 _CHUNK = tl.constexpr(CHUNK_SIZE)
-_STEP_VALUES = 32
-"""Rows of a state in a program, unless it also norms the result."""
-_WARP_ELEMENTS = 1024
-"""Elements of a state that a warp holds."""
-_MAX_FUSED_PROGRAMS = 64
-"""Heads of all rows up to which one program for each head, which also norms, is faster."""
-_NORM_TILE = 8
+_STEP_VALUES = 16
+"""Rows of a state in a program of one warp."""
+_NORM_HEADS = 8
 """Heads that a program norms."""
-
-
-@triton.jit
-def _gated_norm(
-    x: tl.tensor, z: tl.tensor, weight: tl.tensor, size: tl.constexpr, eps: tl.tensor
-) -> tl.tensor:
-    """Return the norms of heads, float32 `[num_heads, tile]`, with their gates."""
-    gate = z.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
-    return normed * weight.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
 
 
 @triton.jit
@@ -58,8 +44,6 @@ def _delta_step(
     b: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
-    z: tl.tensor,
-    norm_weight: tl.tensor,
     query_starts: tl.tensor,
     rows: tl.tensor,
     states: tl.tensor,
@@ -69,16 +53,13 @@ def _delta_step(
     value_stride: tl.tensor,
     a_stride: tl.tensor,
     b_stride: tl.tensor,
-    z_stride: tl.tensor,
     row_stride: tl.tensor,
     scale: tl.tensor,
-    norm_eps: tl.tensor,
     num_key_heads: tl.constexpr,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
     value_size: tl.constexpr,
     has_gates: tl.constexpr,
-    is_normed: tl.constexpr,
     is_decode: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
@@ -88,8 +69,7 @@ def _delta_step(
 
     Launched by `delta_rule`; grid `(tiles of values, num_heads, num_segments)`. The token is the
     only one of its segment, or the last one if it is alone in its chunk. Pointers: as in
-    `_solve_chunk` and `_pass_states`; z, out `[num_tokens, num_heads, value_size]`; norm_weight
-    `[value_size]`.
+    `_solve_chunk` and `_pass_states`; out `[num_tokens, num_heads, value_size]`.
     """
     wait_for_inputs(is_dependent)
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -132,17 +112,11 @@ def _delta_step(
     result = tl.sum(state * q[None, :], axis=1) + tl.sum(k * q, axis=0) * change
     state += change[:, None] * k[None, :]
     tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
-    if is_normed:
-        gate = tl.load(z + token * z_stride + head * value_size + values, mask=is_value, other=0.0)
-        weight = tl.load(norm_weight + values, mask=is_value, other=0.0)
-        result = result.to(out.dtype.element_ty).to(tl.float32)[None, :]
-        result = _gated_norm(result, gate[None, :], weight[None, :], value_size, norm_eps)
-        result = tl.reshape(result, [tile_value])
     tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
 
 
 @triton.jit
-def _norm_heads(
+def _gated_norm(
     x: tl.tensor,
     z: tl.tensor,
     weight: tl.tensor,
@@ -166,15 +140,16 @@ def _norm_heads(
     mask = (heads < num_heads)[:, None] & (columns < size)[None, :]
     places = heads[:, None] * size + columns[None, :]
     x += token * (num_heads * size) + places
-    gates = tl.load(z + token * z_stride + places, mask=mask, other=0.0)
-    weights = tl.load(weight + columns, mask=columns < size, other=0.0)[None, :]
+    gates = tl.load(z + token * z_stride + places, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=columns < size, other=0.0).to(tl.float32)
     values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    normed = _gated_norm(values, gates, weights, size, eps)
+    normed = values * tl.rsqrt(tl.sum(values * values, axis=1) / size + eps)[:, None]
+    normed *= weights[None, :] * (gates / (1.0 + tl.exp(-gates)))
     tl.store(x, normed.to(x.dtype.element_ty), mask=mask)
 
 
 _DELTA_STEP = KernelLauncher(_delta_step)
-_NORM_HEADS = KernelLauncher(_norm_heads)
+_GATED_NORM = KernelLauncher(_gated_norm)
 
 
 def delta_rule(
@@ -203,35 +178,32 @@ def delta_rule(
     a, b, a_log, dt_bias = gate_tensors(gates)
     is_dependent, options = can_depend(value.device), launch_options(value.device)
     tile_key, tile_value = next_power_of_two(key_size), next_power_of_two(value_size)
-    z, weight, eps = (value, value, 0.0) if norm is None else (norm.z, norm.weight, norm.eps)
-    num_programs = len(segments.rows) * num_heads
-    fuses_norm = norm is not None and is_decode and num_programs <= _MAX_FUSED_PROGRAMS
-    tile = tile_value if fuses_norm else min(_STEP_VALUES, tile_value)
+    tile = min(_STEP_VALUES, tile_value)
     _DELTA_STEP.launch(
         (triton.cdiv(value_size, tile), num_heads, len(segments.rows)),
         (
-            *(query, key, value, a, b, a_log, dt_bias, z, weight),
+            *(query, key, value, a, b, a_log, dt_bias),
             *(segments.query_starts, segments.rows, states, out),
         ),
         (
             *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
-            *(z.stride(0), states.stride(0), key_size**-0.5, eps),
+            *(states.stride(0), key_size**-0.5),
             *(num_key_heads, num_heads, key_size, value_size),
             not isinstance(gates, DeltaGates),
-            fuses_norm,
             is_decode,
             is_dependent,
             tile_key,
             tile,
         ),
-        num_warps=min(8, max(1, tile_key * tile // _WARP_ELEMENTS)),
+        num_warps=1,
         **options,
     )
-    if norm is not None and not fuses_norm:
-        _NORM_HEADS.launch(
-            (num_tokens, triton.cdiv(num_heads, _NORM_TILE), 1),
+    if norm is not None:
+        z, weight, eps = norm.z, norm.weight, norm.eps
+        _GATED_NORM.launch(
+            (num_tokens, triton.cdiv(num_heads, _NORM_HEADS), 1),
             (out, z, weight),
-            (z.stride(0), eps, num_heads, value_size, is_dependent, _NORM_TILE, tile_value),
+            (z.stride(0), eps, num_heads, value_size, is_dependent, _NORM_HEADS, tile_value),
             num_warps=4,
             **options,
         )

@@ -8,7 +8,6 @@ import torch
 
 from attention.kernels import recurrent
 from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
-from attention.kernels.triton import delta_rule as delta_module
 from attention.kernels.triton.causal_conv import causal_conv
 from attention.kernels.triton.delta_rule import delta_rule
 from tests.attention.kernels.kernel_device import DEVICE
@@ -130,11 +129,7 @@ def test_cuts_on_the_grid_give_equal_bits(ends: list[int]) -> None:
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [70, 1]])
-@pytest.mark.parametrize("max_fused_programs", [0, 100])
-def test_gates_and_norm_are_those_of_the_reference(
-    query_lens: list[int], max_fused_programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta_module, "_MAX_FUSED_PROGRAMS", max_fused_programs)
+def test_gates_and_norm_are_those_of_the_reference(query_lens: list[int]) -> None:
     torch.manual_seed(0)
     case = DeltaCase.make(query_lens, [0, 1], value_size=40)
     num_tokens, num_heads, size = case.value.shape
