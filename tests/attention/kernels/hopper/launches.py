@@ -393,5 +393,4 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "sums over ranks": sums_over_ranks,
     "recurrent": partial(recurrent, BF16, torch.float32),
     "recurrent bfloat16": partial(recurrent, BF16, BF16),
-    "recurrent float32": partial(recurrent, torch.float32, torch.float32),
 }
