@@ -47,30 +47,22 @@ def test_streams_that_are_closed_are_the_null_device(
     assert [n for n in range(3) if shown[n] == os.devnull and n in opened] == opened
 
 
-def test_a_command_runs_without_standard_error() -> None:
-    done = run_without(
-        "2>&-", "-m", "cluster.cli", "generate", str(TINY_LLAMA), "def f", "--max-tokens=2"
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("def f")
-
-
 def test_a_program_without_standard_error_has_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with progress_reports(are_shown=True) as report:
         report("Loading weights", 0.5)
 
 
-def test_a_command_runs_in_a_folder_that_was_removed(tmp_path: Path) -> None:
+def test_a_command_runs_without_standard_error_in_a_removed_folder(tmp_path: Path) -> None:
     folder = tmp_path / "release"
     folder.mkdir()
     generate = f"{sys.executable} -P -m cluster.cli generate {TINY_LLAMA} 'def f' --max-tokens=2"
     done = subprocess.run(
-        ["sh", "-c", f"rmdir {folder} && exec {generate}"],
+        ["sh", "-c", f"rmdir {folder} && exec {generate} 2>&-"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout[:5]) == (0, "def f"), done.stderr
+    assert (done.returncode, done.stdout[:5]) == (0, "def f")

@@ -86,7 +86,7 @@ def test_page_loads_no_external_resources(http: httpx.Client) -> None:
 
 
 def test_generated_requests_find_no_server_error(server: Server) -> None:
-    found = ask_all(server.url, 60, model="tiny")
+    found = ask_all(server.url, 30, model="tiny")
     assert found["faults"] == []
     statuses = found["statuses"]
     assert isinstance(statuses, dict)

@@ -43,6 +43,7 @@ def overflowing_model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_server_without_finite_logits_is_not_ready(overflowing_model: Path) -> None:
     with ServerProcess(("--executor=local",), folder=overflowing_model) as server:
         assert httpx.get(f"{server.url}/ready").status_code == 200

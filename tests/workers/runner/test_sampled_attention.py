@@ -118,7 +118,7 @@ SAMPLED = [22, 18, 17]
 @pytest.mark.parametrize(
     "name",
     [
-        "llama-6-heads-2-kv-biases",
+        pytest.param("llama-6-heads-2-kv-biases", marks=pytest.mark.slow),
         # Windows and a soft cap, an MLP beside attention, heads that are rotated in part.
         "gemma2-capped",
         "cohere2-parallel",
