@@ -18,6 +18,8 @@ __all__ = [
 
 _MIN_VECTORS = 16
 """The smallest matrix product of tensor cores."""
+_MANY_SUMS = 128 * 256
+"""From here on, the sums of a program in float32 take half of the registers of 8 warps."""
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _LOG2_E = 1.4426950408889634
@@ -45,20 +47,23 @@ def default_chunk_tuning(
     *, num_queries_per_kv: int, head_size: int, dtype: torch.dtype, max_query_len: int
 ) -> PagedAttentionTuning:
     """Return the tuning of chunks and prefills; `dtype` is that of the queries."""
-    is_wide = head_size > 128
     if dtype == torch.float32:
         # Without tensor cores the operands are in registers, where larger tiles spill.
         most_vectors, tile_keys, num_stages = 32, 16, 2
-    elif not is_wide:
+    elif head_size <= 128:
         most_vectors, tile_keys, num_stages = 128, 32, 3
-    else:
+    elif head_size <= 256:
         most_vectors, tile_keys, num_stages = 128, 32, 2
+    else:
+        # Shared memory holds no more queries beside two tiles of keys and values.
+        most_vectors, tile_keys, num_stages = 64, 32, 2
     wanted = next_power_of_two(max_query_len * num_queries_per_kv)
     tile_vectors = max(min(most_vectors, wanted), _fewest_vectors(num_queries_per_kv))
+    is_large = tile_vectors * next_power_of_two(head_size) >= _MANY_SUMS
     return PagedAttentionTuning(
         tile_vectors=tile_vectors,
         tile_keys=tile_keys,
-        num_warps=8 if dtype == torch.float32 or (is_wide and tile_vectors >= 128) else 4,
+        num_warps=8 if dtype == torch.float32 or is_large else 4,
         num_stages=num_stages,
     )
 
@@ -73,7 +78,7 @@ def default_decode_tuning(
         tile_vectors=tile_vectors,
         tile_keys=16 if dtype == torch.float32 else tile_keys,
         num_warps=8 if tile_vectors >= 128 else 4,
-        num_stages=2 if head_size <= 128 else 3,
+        num_stages=3 if 128 < head_size <= 256 else 2,
     )
 
 

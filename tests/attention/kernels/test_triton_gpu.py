@@ -35,7 +35,7 @@ def test_every_feature_equals_the_reference(feature: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_size", [16, 64, 80, 96, 112, 120, 192, 256])
+@pytest.mark.parametrize("head_size", [16, 64, 80, 96, 112, 120, 192, 256, 512])
 def test_every_head_size_equals_the_reference(head_size: int, dtype: torch.dtype) -> None:
     shape = Shape(num_heads=6, num_kv_heads=2, head_size=head_size, dtype=dtype)
     case = PagedCase(shape, [300, 65])
