@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from workers.layers.fused_kernels import gate_kernel
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedray.model_config import Activation, ClampedGate
 
-__all__ = ["activation_function", "clamped_gate"]
+__all__ = ["activation_function", "clamped_gate", "gated_columns"]
 
 
 def activation_function(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -29,6 +31,18 @@ def clamped_gate(columns: torch.Tensor, form: ClampedGate) -> torch.Tensor:
     gate = gate.clamp(max=form.limit)
     up = up.clamp(-form.limit, form.limit)
     return torch.sigmoid(form.alpha * gate).mul_(gate).mul_(up + 1.0)
+
+
+def gated_columns(columns: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return `activation(first half of the columns) * second half`.
+
+    From `[num_rows, 2 * size]` to `[num_rows, size]`; `columns` may change.
+    """
+    kernel = gate_kernel(activation, columns.device)
+    if kernel is not None:
+        return kernel(columns)
+    gate, up = columns.chunk(2, dim=1)
+    return activation_function(activation)(gate).mul_(up)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm
 from attention.kernels.arguments import ExpertWeights
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
-from workers.layers.activation import activation_function, clamped_gate
+from workers.layers.activation import clamped_gate
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_choice import make_linear_kernel
 from workers.layers.weight import Layer, Placement, WeightShard
@@ -141,10 +141,7 @@ class LinearExperts(ExpertProduct):
         """Return the input of an expert's down projection."""
         if self._gate is not None:
             return clamped_gate(self._gate_up[index](rows), self._gate)
-        if self._activation == "silu":
-            return self._gate_up[index].gated(rows)
-        gate, up = self._gate_up[index](rows).chunk(2, dim=1)
-        return activation_function(self._activation)(gate).mul_(up)
+        return self._gate_up[index].gated(rows, self._activation)
 
 
 class StackedExperts(ExpertProduct):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +114,7 @@ def rotate_kernel(table: torch.Tensor, dtype: torch.dtype) -> RotateKernel | Non
     return lambda heads, positions: kernel(heads, positions, heads.shape[1])
 
 
+@cache
 def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | None:
     """Return the kernel that applies the activation to the gate and multiplies."""
     if device.type == "cpu" and activation == "silu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attention.kernels.arguments import DeferredRMSNorm, Rotary, SplitKPartials, num_multiprocessors
@@ -20,7 +22,11 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gemm,
 )
 from attention.kernels.triton.gemm.trials import failed_trials
+from workers.layers.activation import gated_columns
 from workers.layers.linear_kernel import DenseLinear
+
+if TYPE_CHECKING:
+    from pagedray.model_config import Activation
 
 __all__ = ["HopperLinear", "is_faster_split"]
 
@@ -60,19 +66,19 @@ class HopperLinear(DenseLinear):
             return super().__call__(x)
         return skinny_gemm(x, self.weight, self.bias, self._tuning)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         if self.bias is not None:
-            return super().gated(x)
+            return super().gated(x, activation)
         if len(x) > MAX_ROWS:
             num_programs = self._num_multiprocessors
             if self._has_gated and keeps_gpu_busy(len(x), self.weight, num_programs):
-                return persistent_gated(x, self.weight, "silu", num_programs)
-            return super().gated(x)
+                return persistent_gated(x, self.weight, activation, num_programs)
+            return super().gated(x, activation)
         if len(x) == 1 and self._gated_gemv_tuning is not None:
-            return gemv_gated(x, self.weight, "silu", self._gated_gemv_tuning)
+            return gemv_gated(x, self.weight, activation, self._gated_gemv_tuning)
         if self._gated_tuning is None:
-            return super().gated(x)
-        return skinny_gated(x, self.weight, "silu", self._gated_tuning)
+            return super().gated(x, activation)
+        return skinny_gated(x, self.weight, activation, self._gated_tuning)
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
         return num_rows == 1 and self._has_normed_gemv and self._gemv_tuning is not None
@@ -81,10 +87,10 @@ class HopperLinear(DenseLinear):
         assert self._gemv_tuning is not None
         return normed_gemv(row, self.weight, self.bias, self._gemv_tuning)
 
-    def gated_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
+    def gated_with_norm(self, row: DeferredRMSNorm, activation: Activation) -> torch.Tensor:
         if self.bias is not None or self._gated_gemv_tuning is None:
-            return self._gated_columns(self.forward_with_norm(row))
-        return normed_gemv_gated(row, self.weight, "silu", self._gated_gemv_tuning)
+            return gated_columns(self.forward_with_norm(row), activation)
+        return normed_gemv_gated(row, self.weight, activation, self._gated_gemv_tuning)
 
     def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
         return (

@@ -20,6 +20,8 @@ from workers.layers.linear_kernel import DenseLinear, LinearKernel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagedray.model_config import Activation
+
 __all__ = [
     "OneDnnLinear",
     "PackedGemmLinear",
@@ -120,8 +122,10 @@ class PackedGemmLinear(OneDnnLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x) if self._packed_gemm is None else self._packed_gemm(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        return super().gated(x) if self._packed_gemm is None else self._packed_gemm.gated(x)
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if self._packed_gemm is not None and activation == "silu":
+            return self._packed_gemm.gated(x)
+        return super().gated(x, activation)
 
     def finalize(self) -> None:
         self._packed_gemm = PackedGemm.make(self.weight, self.bias, overwrites=self.owns_weight)
@@ -145,10 +149,11 @@ class SharedLayoutLinear(OneDnnLinear):
             return self._packed_gemm(x)
         return super().__call__(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed_gemm is not None and len(x) <= self._few_rows:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        is_few = len(x) <= self._few_rows and activation == "silu"
+        if self._packed_gemm is not None and is_few:
             return self._packed_gemm.gated(x)
-        return super().gated(x)
+        return super().gated(x, activation)
 
     def finalize(self) -> None:
         loaded = self.weight

@@ -9,13 +9,14 @@ import torch
 from torch.nn import functional
 
 from pagedray.rank_roofline import WeightWork
-from workers.layers.fused_kernels import gate_kernel
+from workers.layers.activation import gated_columns
 from workers.layers.weight import MatrixPart, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary, SplitKPartials
+    from pagedray.model_config import Activation
 
 __all__ = ["DenseLinear", "LinearKernel"]
 
@@ -33,7 +34,6 @@ class LinearKernel(ABC):
         """`[out_size, in_size]`, loaded before `finalize`, which may repack or drop it."""
         self.bias = bias
         self._weight_bytes = weight.nbytes
-        self._gate = gate_kernel("silu", weight.device)
 
     @classmethod
     def empty(
@@ -110,15 +110,12 @@ class LinearKernel(ABC):
         """Write the product with rotated heads in the first `num_rotated` columns; if `rotates`."""
         raise NotImplementedError
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
-        return self._gated_columns(self(x))
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return `activation(first half of the product) * second half`.
 
-    def _gated_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        if self._gate is not None:
-            return self._gate(columns)
-        gate, other = columns.chunk(2, dim=1)
-        return functional.silu(gate).mul_(other)
+        `[num_rows, out_size / 2]`.
+        """
+        return gated_columns(self(x), activation)
 
     def accepts_quantized(self, num_rows: int) -> bool:
         """Return whether `forward_quantized` computes what a call would for this number of rows."""
@@ -138,7 +135,7 @@ class LinearKernel(ABC):
         """Return `[1, out_size]`; only if `accepts_deferred_norm`."""
         raise NotImplementedError
 
-    def gated_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
+    def gated_with_norm(self, row: DeferredRMSNorm, activation: Activation) -> torch.Tensor:
         """Return what `gated` does, `[1, out_size / 2]`; only if `accepts_deferred_norm`."""
         raise NotImplementedError
 

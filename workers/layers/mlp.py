@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pagedray.model_config import Activation
-from workers.layers.activation import activation_function
-from workers.layers.fused_kernels import gate_kernel
+from workers.layers.activation import activation_function, gated_columns
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
 from workers.layers.weight import CompositeLayer, Layer, Placement, part_of
 
@@ -48,8 +47,6 @@ class MLP(CompositeLayer):
             has_bias=params.has_bias,
         )
         self.activation = params.activation
-        self._function = activation_function(params.activation)
-        self._gate = gate_kernel(params.activation, place.device)
         self.down = RowParallelLinear(
             output_name,
             params.intermediate_size,
@@ -86,16 +83,10 @@ class GatedMLP(MLP):
     _num_inner = 2
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
-        # Linear kernels can fuse this activation.
-        if self.activation == "silu":
-            return self.inner.kernel.gated(x)
-        return self.activate(self.inner(x))
+        return self.inner.kernel.gated(x, self.activation)
 
     def activate(self, columns: torch.Tensor) -> torch.Tensor:
-        if self._gate is not None:
-            return self._gate(columns)
-        gate, up = columns.chunk(2, dim=1)
-        return self._function(gate).mul_(up)
+        return gated_columns(columns, self.activation)
 
 
 class PlainMLP(MLP):
@@ -104,4 +95,4 @@ class PlainMLP(MLP):
     _num_inner = 1
 
     def activate(self, columns: torch.Tensor) -> torch.Tensor:
-        return self._function(columns)
+        return activation_function(self.activation)(columns)

@@ -304,12 +304,10 @@ class FusedMLP:
     def __init__(self, mlp: MLP) -> None:
         self._mlp = mlp
         self._inner, self._down = mlp.inner.kernel, mlp.down.kernel
-        is_gated = isinstance(mlp, GatedMLP)
+        self._is_gated = isinstance(mlp, GatedMLP)
         self._quantized_gate = None
-        if is_gated:
+        if self._is_gated:
             self._quantized_gate = quantized_gate_kernel(mlp.activation, self._inner.weight.device)
-        # Linear kernels can fuse this activation.
-        self._gates_products = is_gated and mlp.activation == "silu"
 
     def accepts_quantized(self, num_rows: int) -> bool:
         """Return whether `partial` accepts this number of rows as `QuantizedRows`."""
@@ -336,11 +334,11 @@ class FusedMLP:
     def _columns(self, x: Rows) -> torch.Tensor | QuantizedRows:
         if self._quantized_gate is not None and self._down.accepts_quantized(len(x)):
             return self._quantized_gate(_product(self._inner, x))
-        if self._gates_products:
+        if self._is_gated:
             if isinstance(x, DeferredRMSNorm):
-                return self._inner.gated_with_norm(x)
+                return self._inner.gated_with_norm(x, self._mlp.activation)
             if isinstance(x, torch.Tensor):
-                return self._inner.gated(x)
+                return self._inner.gated(x, self._mlp.activation)
         return self._mlp.activate(_product(self._inner, x))
 
 

@@ -22,6 +22,7 @@ from pagedray.errors import DeviceError
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
+    from pagedray.model_config import Activation
     from workers.layers.formats.fp8_weight import Fp8Weight
 
 __all__ = ["BlockFp8Linear", "Fp8Linear"]
@@ -101,15 +102,15 @@ class Fp8Linear(QuantizedLinear):
         """Return the product with rows that are quantized here, by the library."""
         return self.forward_quantized(quantize_rows(x, self._fp8.input_scale))
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         fp8 = self._fp8
         if self.bias is not None or len(x) > MAX_ROWS:
-            return super().gated(x)
+            return super().gated(x, activation)
         if len(x) == 1 and self._gated_gemv_tuning is not None:
-            return gemv_gated(x, fp8.values, "silu", self._gated_gemv_tuning, scales=fp8.scales)
+            return gemv_gated(x, fp8.values, activation, self._gated_gemv_tuning, scales=fp8.scales)
         if self._gated_tuning is None:
-            return super().gated(x)
-        return skinny_gated(x, fp8.values, "silu", self._gated_tuning, scales=fp8.scales)
+            return super().gated(x, activation)
+        return skinny_gated(x, fp8.values, activation, self._gated_tuning, scales=fp8.scales)
 
 
 class BlockFp8Linear(Fp8Linear):

@@ -21,6 +21,7 @@ from attention.kernels.triton.gemm.trials import failed_trials
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
+    from pagedray.model_config import Activation
     from workers.layers.formats.int4_weight import Int4Weight
 
 __all__ = ["GpuInt4Linear"]
@@ -55,16 +56,16 @@ class GpuInt4Linear(QuantizedLinear):
         weight = dequantize_int4(self._packed, self._words, x.dtype)
         return functional.linear(x, weight, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         int4 = self._int4
         if self.bias is not None or len(x) > MAX_GATED_ROWS:
-            return super().gated(x)
+            return super().gated(x, activation)
         if int4.input_order is not None:
             x = x.index_select(1, int4.input_order)
         tuning = self._gated_gemv_tuning
         if len(x) == 1 and x.element_size() == 2 and tuning is not None:
-            return gemv_gated(x, self._packed, "silu", tuning, scales=self._words)
-        return int4_gated(x, self._packed, self._words, "silu")
+            return gemv_gated(x, self._packed, activation, tuning, scales=self._words)
+        return int4_gated(x, self._packed, self._words, activation)
 
     def finalize(self) -> None:
         super().finalize()

@@ -18,6 +18,7 @@ from workers.layers.linear_choice import make_linear_kernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagedray.model_config import Activation
     from workers.layers.linear_kernel import LinearKernel
     from workers.layers.weight import Placement
 
@@ -94,8 +95,8 @@ class _CpuIntegerLinear(QuantizedLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._gemm(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gemm.gated(x)
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return self._gemm.gated(x) if activation == "silu" else super().gated(x, activation)
 
 
 class CpuInt4Linear(_CpuIntegerLinear):
@@ -108,8 +109,10 @@ class CpuInt4Linear(_CpuIntegerLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(self._ordered(x))
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        return super().gated(self._ordered(x))
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if activation == "silu":
+            return self._gemm.gated(self._ordered(x))
+        return super().gated(x, activation)
 
     def finalize(self) -> None:
         super().finalize()

@@ -13,6 +13,7 @@ from workers.layers.linear_kernel import LinearKernel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagedray.model_config import Activation
     from workers.layers.weight import MatrixPart, WeightShard
 
 __all__ = ["DequantizedLinear", "QuantizedLinear", "StoredWeight"]
@@ -67,9 +68,9 @@ class DequantizedLinear(QuantizedLinear):
         assert self._kernel is not None
         return self._kernel(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         assert self._kernel is not None
-        return self._kernel.gated(x)
+        return self._kernel.gated(x, activation)
 
     def finalize(self) -> None:
         super().finalize()
