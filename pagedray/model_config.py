@@ -152,8 +152,8 @@ class TensorNames:
     router: str = "mlp.gate"
     router_norm: str | None = None
     """The weight of the router's own norm of its input, a tensor itself, or None."""
-    expert_scales: str = ""
-    """The factors of the weights of chosen experts, a tensor itself; only with `router_norm`."""
+    expert_scales: str | None = None
+    """The factors of the weights of chosen experts, a tensor itself, or None."""
     expert_input: tuple[str, ...] = (
         "mlp.experts.{}.gate_proj.weight",
         "mlp.experts.{}.up_proj.weight",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import rms_norm
 
 from attention.kernels.arguments import ExpertWeights
 from pagedray.model_config import ExpertsConfig
@@ -31,7 +30,6 @@ __all__ = [
     "GroupedExperts",
     "LinearExperts",
     "Mxfp4Experts",
-    "NormedRouter",
     "Router",
     "StackedExperts",
     "make_expert_product",
@@ -264,9 +262,22 @@ class Router(Layer):
     """Chooses the experts of the highest softmax; all ranks compute it, with the same result."""
 
     def __init__(
-        self, name: str, experts: ExpertsConfig, place: Placement, *, hidden_size: int
+        self,
+        name: str,
+        factors_name: str | None,
+        experts: ExpertsConfig,
+        place: Placement,
+        *,
+        hidden_size: int,
     ) -> None:
+        """The tensor of factors, if there is one, multiplies the weights of chosen experts."""
         self._name = name
+        self._factors_name = factors_name
+        self._factors = None
+        if factors_name is not None:
+            self._factors = torch.empty(
+                experts.num_experts, dtype=torch.float32, device=place.device
+            )
         self._shape = (experts.num_experts, hidden_size)
         self._num_chosen = experts.num_chosen
         self._is_renormalized = experts.is_renormalized
@@ -282,12 +293,19 @@ class Router(Layer):
             from attention.kernels.triton.experts import choose_experts
 
             return Choice(
-                *choose_experts(logits, self._num_chosen, is_renormalized=self._is_renormalized)
+                *choose_experts(
+                    logits,
+                    self._num_chosen,
+                    is_renormalized=self._is_renormalized,
+                    factors=self._factors,
+                )
             )
         probabilities = logits.softmax(1, dtype=torch.float32)
         weights, experts = probabilities.topk(self._num_chosen, dim=1)
         if self._is_renormalized:
             weights = weights / weights.sum(1, keepdim=True)
+        if self._factors is not None:
+            weights = weights * self._factors[experts]
         return Choice(experts, weights)
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -304,54 +322,21 @@ class Router(Layer):
                 part=(slice(None),),
                 target=self._kernel.bias,
             )
+        if self._factors is not None:
+            assert self._factors_name is not None
+            yield WeightShard(
+                name=self._factors_name,
+                shape=tuple(self._factors.shape),
+                part=(slice(None),),
+                target=self._factors,
+                dummy=1.0,
+            )
 
     def finalize(self) -> None:
         self._kernel.finalize()
 
     def weight_work(self) -> WeightWork:
         return self._kernel.work(*self._shape)
-
-
-class NormedRouter(Router):
-    """A router that norms its input itself, and multiplies the weights of chosen experts."""
-
-    def __init__(
-        self,
-        names: tuple[str, str, str],
-        experts: ExpertsConfig,
-        eps: float,
-        place: Placement,
-        *,
-        hidden_size: int,
-    ) -> None:
-        """`names` are those of the product, of the norm's weight and of the experts' factors."""
-        name, *self._tensor_names = names
-        super().__init__(name, experts, place, hidden_size=hidden_size)
-        self._eps = eps
-        self._norm_weight, self._factors = (
-            torch.empty(size, dtype=place.dtype, device=place.device)
-            for size in (hidden_size, experts.num_experts)
-        )
-
-    def __call__(self, x: torch.Tensor) -> Choice:
-        choice = super().__call__(
-            rms_norm(x, self._norm_weight.shape, self._norm_weight, self._eps)
-        )
-        return Choice(choice.experts, choice.weights * self._factors[choice.experts])
-
-    def weight_shards(self) -> Iterator[WeightShard]:
-        yield from super().weight_shards()
-        for name, target in zip(
-            self._tensor_names, (self._norm_weight, self._factors), strict=True
-        ):
-            yield WeightShard(
-                name=name, shape=tuple(target.shape), part=(slice(None),), target=target, dummy=1.0
-            )
-
-    def finalize(self) -> None:
-        super().finalize()
-        self._norm_weight.mul_(len(self._norm_weight) ** -0.5)
-        self._factors = self._factors.float()
 
 
 class Mxfp4Experts(StackedExperts):

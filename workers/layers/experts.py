@@ -15,7 +15,6 @@ from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.layers.expert_product import (
     ExpertPart,
     ExpertProduct,
-    NormedRouter,
     Router,
     make_expert_product,
 )
@@ -48,10 +47,9 @@ class ExpertLayer(Layer):
         place: Placement,
         *,
         hidden_size: int,
-        norm_eps: float,
         shared: MLP | None,
     ) -> None:
-        """`shared` is an MLP that every token passes, and `norm_eps` that of the router's norm."""
+        """`shared` is an MLP that every token passes."""
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
         self._hidden_size = hidden_size
@@ -60,7 +58,10 @@ class ExpertLayer(Layer):
         self._tensors = ExpertTensors(
             prefix, names, experts, hidden_size=hidden_size, group=place.group
         )
-        self._router = _make_router(prefix, names, experts, norm_eps, place, hidden_size)
+        factors = None if names.expert_scales is None else f"{prefix}.{names.expert_scales}"
+        self._router = Router(
+            f"{prefix}.{names.router}", factors, experts, place, hidden_size=hidden_size
+        )
         self._product = make_expert_product(
             ExpertPart(
                 config=experts,
@@ -107,21 +108,6 @@ class ExpertLayer(Layer):
         self._product.finalize()
         if self._shared is not None:
             self._shared.finalize()
-
-
-def _make_router(
-    prefix: str,
-    names: TensorNames,
-    experts: ExpertsConfig,
-    norm_eps: float,
-    place: Placement,
-    hidden_size: int,
-) -> Router:
-    name = f"{prefix}.{names.router}"
-    if names.router_norm is None:
-        return Router(name, experts, place, hidden_size=hidden_size)
-    all_names = name, f"{prefix}.{names.router_norm}", f"{prefix}.{names.expert_scales}"
-    return NormedRouter(all_names, experts, norm_eps, place, hidden_size=hidden_size)
 
 
 class ExpertTensors:

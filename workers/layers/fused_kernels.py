@@ -8,22 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attention.kernels.arguments import QuantizedRows
     from pagedray.model_config import Activation
 
 __all__ = [
+    "AddNormedKernel",
     "GateKernel",
     "HeadNormKernel",
     "NormKernels",
     "QuantizedGateKernel",
     "RotateKernel",
+    "add_normed_kernel",
     "gate_kernel",
     "head_norm_kernel",
     "norm_kernels",
@@ -88,6 +92,32 @@ def norm_kernels(
     if is_centered or bias is not None or weight.dtype != dtype:
         return NormKernels()
     return NormKernels(AddNorm.make(weight, eps))
+
+
+class AddNormedKernel(Protocol):
+    """Adds the norm of an output to the stream, as `attention.kernels.triton.post_norm` says."""
+
+    def __call__(
+        self,
+        stream: torch.Tensor,
+        output: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        *,
+        beside: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a norm of the sum for each weight."""
+
+
+def add_normed_kernel(
+    weight: torch.Tensor, eps: float, *, overlaps: bool
+) -> AddNormedKernel | None:
+    """Return the kernel that adds the RMSNorm of an output, by this weight, to the stream."""
+    if weight.device.type != "cuda":
+        return None
+    from attention.kernels.triton.post_norm import add_normed
+
+    return partial(add_normed, norm=weight, eps=eps, overlaps=overlaps)
 
 
 def head_norm_kernel(eps: float, device: torch.device) -> HeadNormKernel | None:

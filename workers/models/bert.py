@@ -24,7 +24,7 @@ from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLine
 from workers.layers.mlp import MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
-from workers.models.fused_layers import FusedNorm
+from workers.models.fused_norm import FusedNorm
 from workers.models.score_head import ScoreHead
 
 if TYPE_CHECKING:

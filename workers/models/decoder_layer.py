@@ -155,6 +155,5 @@ def _make_mlp(
         experts,
         place,
         hidden_size=config.hidden_size,
-        norm_eps=config.norm_eps,
         shared=shared,
     )

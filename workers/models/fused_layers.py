@@ -9,16 +9,16 @@ definition is `workers.models.decoder_layer`, and both read the same weights.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary, SplitKPartials
+from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary
 from pagedray.rank_progress import Phase
-from workers.layers.fused_kernels import NormKernels, norm_kernels, quantized_gate_kernel
+from workers.layers.fused_kernels import quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP
 from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
+from workers.models.fused_norm import Delta, FusedNorm, NormedDelta, Rows
 from workers.models.scaled_layer import ScaledDecoderLayer
 from workers.models.self_attention import (
     DecoderSelfAttention,
@@ -26,7 +26,6 @@ from workers.models.self_attention import (
     SelectedRows,
     StepAttention,
 )
-from workers.parallel.pending_sum import PendingSum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,12 +37,7 @@ if TYPE_CHECKING:
     from workers.layers.rope import Rotation
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["FusedLayers", "FusedNorm", "LayerTail", "reserve_sums"]
-
-Rows: TypeAlias = torch.Tensor | QuantizedRows | DeferredRMSNorm
-"""Inputs of a product, `[num_tokens, hidden_size]`."""
-Delta: TypeAlias = torch.Tensor | SplitKPartials | PendingSum | None
-"""What a norm adds to the residual stream; None if the stream has it already."""
+__all__ = ["FusedLayers", "LayerTail", "reserve_sums"]
 
 _MIN_TOKENS = 6144
 """Below, the host takes about as long to launch twice as many kernels as the device to run them."""
@@ -85,104 +79,6 @@ class LayerTail:
         if self.other is not None:
             assert out.other is not None
             out.other[:num_tokens].copy_(self.other)
-
-
-class FusedNorm:
-    """Adds to the residual stream, in place, and norms the sum, by one kernel if there is one."""
-
-    def __init__(
-        self, norm: Norm | None, *, sums_over: ParallelGroup | None = None, overlaps: bool = False
-    ) -> None:
-        """Without a norm, the stream itself is returned.
-
-        With `sums_over`, what is added to the stream is this rank's part of a sum over the group.
-        With `overlaps`, no kernel of NCCL comes right before this.
-        """
-        self._norm = norm
-        self._sums_over = sums_over
-        self._kernels = NormKernels()
-        self._defers = False
-        if norm is not None:
-            # A reader is a kernel that starts while the one before it ends, as this does.
-            self._defers = overlaps and not norm.is_centered and norm.bias is None
-            self._kernels = norm_kernels(
-                norm.weight,
-                norm.bias,
-                norm.eps,
-                is_centered=norm.is_centered,
-                overlaps=overlaps,
-                dtype=norm.dtype,
-            )
-
-    def __call__(self, stream: torch.Tensor, delta: Delta = None) -> torch.Tensor:
-        """Add `delta` to the stream, in place, and return the stream's norm.
-
-        All are `[num_tokens, hidden_size]`. A pending sum is finished, whatever this sums over, and
-        only a model on one rank has products in parts.
-        """
-        if isinstance(delta, SplitKPartials):
-            if self._kernels.add_parts is not None:
-                return self._kernels.add_parts(stream, delta.parts)
-            delta = delta.whole(stream.dtype)
-        normed = self._normed_sum(stream, delta)
-        if normed is not None:
-            return normed
-        delta = self._summed(delta)
-        if self._kernels.add is not None:
-            return self._kernels.add(stream, delta)
-        if delta is not None:
-            stream.add_(delta)
-        return stream if self._norm is None else self._norm(stream)
-
-    def rows_for(
-        self, stream: torch.Tensor, delta: Delta, reader: FusedAttention | FusedMLP | FusedExperts
-    ) -> Rows:
-        """Return what the call does, as its reader can best read it.
-
-        It is quantized if the reader would quantize it, and one row may be left to the reader.
-        """
-        if reader.accepts_quantized(len(stream)):
-            return self.quantized(stream, delta)
-        if delta is None and self._defers and reader.accepts_deferred_norm(len(stream)):
-            assert self._norm is not None
-            return DeferredRMSNorm(stream, self._norm.weight, self._norm.eps)
-        return self(stream, delta)
-
-    def quantized(self, stream: torch.Tensor, delta: Delta) -> torch.Tensor | QuantizedRows:
-        """Return what the call does, quantized if one kernel does both."""
-        if self._kernels.add_quantized is None:
-            return self(stream, delta)
-        if isinstance(delta, SplitKPartials):
-            delta = delta.whole(stream.dtype)
-        normed = self._normed_sum(stream, delta)
-        if normed is not None:
-            return normed
-        return self._kernels.add_quantized(stream, self._summed(delta))
-
-    def _normed_sum(
-        self, stream: torch.Tensor, delta: torch.Tensor | PendingSum | None
-    ) -> torch.Tensor | None:
-        """Return the norm if one kernel sums over the ranks, adds and norms; else None."""
-        norm = self._norm
-        if norm is None:
-            return None
-        if isinstance(delta, PendingSum):
-            add_norm = delta.add_norm
-        else:
-            one_shot = None if self._sums_over is None else self._sums_over.one_shot
-            if delta is None or one_shot is None or not one_shot.takes(delta):
-                return None
-            add_norm = partial(one_shot.add_norm, delta=delta)
-        return add_norm(
-            stream, weight=norm.weight, bias=norm.bias, eps=norm.eps, is_centered=norm.is_centered
-        )
-
-    def _summed(self, delta: torch.Tensor | PendingSum | None) -> torch.Tensor | None:
-        if isinstance(delta, PendingSum):
-            return delta.finish()
-        if delta is None or self._sums_over is None:
-            return delta
-        return self._sums_over.all_reduce(delta)
 
 
 class FusedAttention:
@@ -374,7 +270,7 @@ class FusedLayer:
 
     def __init__(self, layer: DecoderLayer, group: ParallelGroup, *, is_last: bool) -> None:
         overlaps = group.size == 1
-        # The norm that follows sums the parts of the ranks, except for a norm of the sum alone.
+        # The norm that follows sums the parts of the ranks, unless an output is normed.
         before = _summed_by_norm(layer, group)
         after = group if layer.attention_post_norm is None else None
         self.attention_norm = FusedNorm(layer.attention_norm, sums_over=before, overlaps=overlaps)
@@ -426,13 +322,13 @@ class FusedLayer:
             return self.mlp.forward_residual(residual, rows)
         return self._scaled_sum(self.mlp.partial(rows), mlp_post_norm)
 
-    def _scaled_sum(self, part: torch.Tensor, post_norm: FusedNorm | None) -> torch.Tensor:
-        """Return a rank's part of an output, scaled; with a norm, the norm of the sum."""
+    def _scaled_sum(self, part: torch.Tensor, post_norm: FusedNorm | None) -> Delta:
+        """Return a rank's part of an output, scaled; with a norm, the sum of the parts."""
         if post_norm is not None:
             part = self._group.all_reduce(part)
         if self._scale != 1.0:
             part = part.mul_(self._scale)
-        return part if post_norm is None else post_norm(part)
+        return part if post_norm is None else NormedDelta(part, post_norm)
 
 
 class FusedParallelLayer(FusedLayer):
@@ -444,36 +340,47 @@ class FusedParallelLayer(FusedLayer):
         normed = self.attention_norm(residual, delta)
         return LayerTail(residual, self.attention.heads(normed, rotation, attention), normed)
 
-    def finish(self, tail: LayerTail) -> torch.Tensor:
+    def finish(self, tail: LayerTail) -> Delta:
         assert tail.other is not None
         part = self.attention.partial(tail.heads).add_(self.mlp.partial(tail.other))
         return self._scaled_sum(part, None)
 
 
 class FusedScaledLayer(FusedLayer):
-    """The fused form of `ScaledDecoderLayer`: its output is in the stream."""
+    """The fused form of `ScaledDecoderLayer`."""
 
     def __init__(self, layer: ScaledDecoderLayer, group: ParallelGroup, *, is_last: bool) -> None:
         super().__init__(layer, group, is_last=is_last)
         self._side_experts, self._embedding_input = layer.side_experts, layer.embedding_input
+        self._embedding_norm = FusedNorm(
+            None if layer.embedding_input is None else layer.embedding_input.norm,
+            overlaps=group.size == 1,
+        )
+        self._sum = FusedNorm(None)
         self._layer_scale = layer.scale.value
 
-    def finish(self, tail: LayerTail) -> None:
+    def finish(self, tail: LayerTail) -> NormedDelta:
         residual = tail.residual
-        attention_post_norm, mlp_post_norm = self._post_norms
-        assert mlp_post_norm is not None
-        attended = self._scaled_sum(self.attention.partial(tail.heads), attention_post_norm)
-        output = self.mlp_output(residual, attended)
-        if self._side_experts is None:
-            output = self._scaled_sum(output, mlp_post_norm)
+        attention_norm, mlp_norm = self._post_norms
+        assert attention_norm is not None
+        assert mlp_norm is not None
+        all_reduce = self._group.all_reduce
+        attended = NormedDelta(all_reduce(self.attention.partial(tail.heads)), attention_norm)
+        side = self._side_experts
+        if side is None:
+            delta = NormedDelta(all_reduce(self.mlp_output(residual, attended)), mlp_norm)
         else:
-            output = self._side_experts(residual, self._group.all_reduce(output))
-            output = mlp_post_norm(output)
-        residual.add_(output)
+            norms = side.norm, side.router_norm
+            rows, *expert_rows = self._mlp_norm.with_others(residual, attended, norms)
+            output = all_reduce(self.mlp.partial(rows))
+            others = all_reduce(side.experts.partial(*expert_rows))
+            delta = NormedDelta(output, mlp_norm, (others, side.mlp_norm, side.post_norm))
         if self._embedding_input is not None:
             assert tail.other is not None
-            residual.add_(self._embedding_input(residual, tail.other))
-        residual.mul_(self._layer_scale)
+            self._sum(residual, delta)
+            output = self._embedding_input.projected(residual, tail.other)
+            delta = NormedDelta(output, self._embedding_norm)
+        return replace(delta, scale=self._layer_scale)
 
 
 class FusedLayers:
@@ -517,8 +424,10 @@ class FusedLayers:
         for index, (layer, rotation) in enumerate(zip(self.layers, all_rotations, strict=True)):
             self._group.progress.enter(Phase.LAYER, index)
             if index == self._num_cached and last_attention is not None:
-                assert delta is None
-                return self._run_selected(residual, embeddings, all_rotations, last_attention)
+                assert isinstance(delta, NormedDelta)
+                return self._run_selected(
+                    residual, delta, embeddings, all_rotations, last_attention
+                )
             is_last = layer is self.layers[-1]
             step = last_attention if is_last and last_attention is not None else attention
             tail = layer.attend(residual, delta, rotation, step)
@@ -532,6 +441,7 @@ class FusedLayers:
     def _run_selected(
         self,
         residual: torch.Tensor,
+        delta: NormedDelta,
         embeddings: torch.Tensor | None,
         rotations: Sequence[Rotation],
         attention: SelectedAttention,
@@ -539,6 +449,7 @@ class FusedLayers:
         """Run the layers without keys and values for the selected tokens, as `run` does."""
         indices = attention.indices
         residual = residual.index_select(0, indices)
+        pending: Delta = delta.select(indices)
         if not len(residual):
             # Kernels take at least one row.
             return LayerTail(residual, residual)
@@ -550,11 +461,11 @@ class FusedLayers:
             self._group.progress.enter(Phase.LAYER, index)
             layer, rotation = self.layers[index], selected[rotations[index]]
             assert rotation is not None
-            tail = layer.attend(residual, None, rotation, rows)
+            tail = layer.attend(residual, pending, rotation, rows)
             if embeddings is not None:
                 tail = replace(tail, other=embeddings[index])
             if layer is not self.layers[-1]:
-                layer.finish(tail)
+                pending = layer.finish(tail)
         return tail
 
     def overlaps(self, num_tokens: int) -> bool:

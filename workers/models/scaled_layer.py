@@ -94,18 +94,15 @@ class SideExperts(CompositeLayer):
         assert config.experts is not None
         names = config.names
         assert names.side_mlp_norm is not None
-        self._mlp_norm, self._norm, self._post_norm = (
+        self.mlp_norm, self.norm, self.post_norm = (
             make_norm(f"{prefix}.{name}", config, place)
             for name in (names.side_mlp_norm, names.side_expert_norm, names.side_expert_post_norm)
         )
-        self._experts = ExpertLayer(
-            prefix,
-            names,
-            config.experts,
-            place,
-            hidden_size=config.hidden_size,
-            norm_eps=config.norm_eps,
-            shared=None,
+        self.router_norm = _RouterNorm(
+            f"{prefix}.{names.router_norm}", config.hidden_size, config.norm_eps, place
+        )
+        self.experts = ExpertLayer(
+            prefix, names, config.experts, place, hidden_size=config.hidden_size, shared=None
         )
         self._group = place.group
 
@@ -114,11 +111,22 @@ class SideExperts(CompositeLayer):
 
         `stream` is the input of the norm before the MLP, and `output` is that of the MLP.
         """
-        part = self._experts.partial(self._norm(stream), stream)
-        return self._mlp_norm(output) + self._post_norm(self._group.all_reduce(part))
+        part = self.experts.partial(self.norm(stream), self.router_norm(stream))
+        return self.mlp_norm(output) + self.post_norm(self._group.all_reduce(part))
 
     def sublayers(self) -> tuple[Layer, ...]:
-        return self._mlp_norm, self._norm, self._experts, self._post_norm
+        return self.mlp_norm, self.norm, self.router_norm, self.experts, self.post_norm
+
+
+class _RouterNorm(RMSNorm):
+    """The norm of a router's input, divided by the square root of its size."""
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        for shard in super().weight_shards():
+            yield replace(shard, name=self._name)
+
+    def finalize(self) -> None:
+        self.weight.mul_(len(self.weight) ** -0.5)
 
 
 class EmbeddingInput(CompositeLayer):
@@ -136,16 +144,20 @@ class EmbeddingInput(CompositeLayer):
         self._projection = _whole_linear(
             f"{prefix}.per_layer_projection", embedding.size, config.hidden_size, place
         )
-        self._norm = make_norm(f"{prefix}.post_per_layer_input_norm", config, place)
+        self.norm = make_norm(f"{prefix}.post_per_layer_input_norm", config, place)
         self._function = activation_function(config.activation)
 
     def __call__(self, stream: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return what is added to the stream, `[num_tokens, hidden_size]`."""
+        return self.norm(self.projected(stream, embedding))
+
+    def projected(self, stream: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Return what a call does, before its norm."""
         gated = self._function(self._gate(stream)).mul_(embedding)
-        return self._norm(self._projection(gated))
+        return self._projection(gated)
 
     def sublayers(self) -> tuple[Layer, ...]:
-        return self._gate, self._projection, self._norm
+        return self._gate, self._projection, self.norm
 
 
 class LayerEmbeddings(CompositeLayer):

@@ -49,6 +49,15 @@ def test_the_choice_is_that_of_torch(
     torch.testing.assert_close(shares.cpu().double(), weights, rtol=1e-5, atol=1e-7)
 
 
+def test_factors_multiply_the_weights_of_their_experts() -> None:
+    logits, factors = torch.randn(5, 12), torch.rand(12)
+    experts, weights = choose_experts(logits.to(DEVICE), 3, is_renormalized=True)
+    _, found = choose_experts(
+        logits.to(DEVICE), 3, is_renormalized=True, factors=factors.to(DEVICE)
+    )
+    torch.testing.assert_close(found, weights * factors.to(DEVICE)[experts.long()])
+
+
 def test_of_equal_experts_the_first_are_chosen() -> None:
     experts, weights = choose_experts(torch.ones(2, 7, device=DEVICE), 3, is_renormalized=True)
     assert experts.tolist() == [[0, 1, 2]] * 2

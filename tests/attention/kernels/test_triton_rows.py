@@ -13,6 +13,7 @@ from attention.kernels.triton.gated_activation import Gate, gated
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.kernels.triton.norm_rope import add_norm, add_parts_norm, norm_heads, rotate_heads
 from attention.kernels.triton.pinned_copy import append_tokens, copy_words, place_tokens
+from attention.kernels.triton.post_norm import add_normed
 from tests.attention.kernels.features import Shape
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.paged_case import PagedCase
@@ -57,6 +58,49 @@ def test_parts_of_rows_are_added_and_normed(num_parts: int, size: int, dtype: to
     assert_near(stream, total)
     exact = functional.rms_norm(stream.double(), (size,), weight.double(), 1e-6) + bias.double()
     assert_near(normed, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "num_norms"), [(16, 0), (80, 1), (704, 2), (4096, 3)])
+@pytest.mark.parametrize("has_all", [False, True])
+def test_outputs_are_normed_added_and_the_sum_is_normed(
+    size: int, num_norms: int, has_all: bool, dtype: torch.dtype
+) -> None:
+    eps = 0.1
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (size,), weight.double(), eps)
+
+    stream, output, other = (strided(3, size, dtype) for _ in range(3))
+    norm, output_norm, other_norm, *weights = torch.randn(3 + num_norms, size).to(dtype).to(DEVICE)
+    scale = torch.tensor([0.75], dtype=dtype, device=DEVICE)
+    total = output.double()
+    if has_all:
+        total = normed(total, output_norm) + normed(other.double(), other_norm)
+    total = stream.double() + normed(total, norm)
+    if has_all:
+        total *= 0.75
+    found = add_normed(
+        stream,
+        output,
+        weights,
+        norm=norm,
+        eps=eps,
+        beside=(other, output_norm, other_norm) if has_all else None,
+        scale=scale if has_all else None,
+    )
+    # Sums of rounded norms differ by the rounding of the largest.
+    tolerance = 4 * TOLERANCES[dtype]
+    torch.testing.assert_close(stream.double(), total, rtol=tolerance, atol=4 * tolerance)
+    assert len(found) == num_norms
+    for rows, weight in zip(found, weights, strict=True):
+        assert_near(rows, normed(stream.double(), weight))
+
+
+def test_no_rows_are_normed() -> None:
+    none, weight = torch.empty(0, 16, device=DEVICE), torch.ones(16, device=DEVICE)
+    (rows,) = add_normed(none, none, [weight], norm=weight, eps=1e-6)
+    assert rows.shape == (0, 16)
 
 
 def test_without_a_delta_the_stream_stays() -> None:

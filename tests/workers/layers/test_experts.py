@@ -52,7 +52,6 @@ def empty_layer(
         config,
         Placement(group or SoloGroup(), torch.float32, CPU),
         hidden_size=HIDDEN,
-        norm_eps=1e-6,
         shared=None,
     )
 

@@ -25,7 +25,7 @@ from workers.layers.linear_kernel import DenseLinear, LinearKernel
 from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 from workers.layers.weight import Placement
-from workers.models.fused_layers import FusedNorm
+from workers.models.fused_norm import FusedNorm
 from workers.parallel.group import SoloGroup
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_gated_output_is_silu_of_one_half_times_the_other(
         monkeypatch.setattr(Gate, "make", lambda device: None)
     kernel, x, exact = _linear(kind, 74, num_rows, dtype=dtype, has_bias=has_bias)
     gate, other = exact.chunk(2, dim=1)
-    assert _near(kernel.gated(x), functional.silu(gate) * other)
+    assert _near(kernel.gated(x, "silu"), functional.silu(gate) * other)
 
 
 @pytest.mark.parametrize("num_rows", [1, 17])
@@ -147,7 +147,7 @@ def test_without_a_compiler_onednn_is_used(
     exact = x.double() @ weight.double().t()
     gate, other = exact.chunk(2, dim=1)
     assert _near(kernel(x), exact)
-    assert _near(kernel.gated(x), functional.silu(gate) * other)
+    assert _near(kernel.gated(x, "silu"), functional.silu(gate) * other)
 
 
 @pytest.mark.parametrize("has_compiler", [False, True])
@@ -179,7 +179,7 @@ def test_few_rows_are_multiplied_in_the_memory_of_onednn(dtype: torch.dtype) -> 
     assert kernel(x).any()
     ctypes.memset(torch.ops.mkldnn.data_ptr(kernel.weight), 0, size)
     assert not kernel(x).any()
-    assert not kernel.gated(x).any()
+    assert not kernel.gated(x, "silu").any()
 
 
 @pytest.mark.skipif(

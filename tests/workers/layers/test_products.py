@@ -12,7 +12,7 @@ from workers.layers.linear_choice import OneDnnLinear, num_padded_rows
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.weight import Placement
-from workers.models.fused_layers import FusedNorm
+from workers.models.fused_norm import FusedNorm
 from workers.parallel.group import SoloGroup
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_many_rows_are_gated_as_two_kernels_would(num_rows: int) -> None:
     x = torch.randn(num_rows, 128).half().to(SKINNY_DEVICE)
     gate, other = functional.linear(x.double(), kernel.weight.double()).chunk(2, dim=1)
     gated = functional.silu(gate) * other
-    torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-3, atol=1e-2)
+    torch.testing.assert_close(kernel.gated(x, "silu").double(), gated, rtol=4e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17])
@@ -84,7 +84,7 @@ def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) 
     gate, other = exact.chunk(2, dim=1)
     torch.testing.assert_close(kernel(x).double(), exact, rtol=2e-3, atol=4e-3)
     gated = functional.silu(gate) * other
-    torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-3, atol=1e-2)
+    torch.testing.assert_close(kernel.gated(x, "silu").double(), gated, rtol=4e-3, atol=1e-2)
     stream = torch.randn(num_rows, 64).half().to(SKINNY_DEVICE)
     before = stream.clone()
     product = kernel.forward_residual(stream, x)

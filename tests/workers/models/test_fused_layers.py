@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from tests.workers.reference import (
 )
 from tests.workers.reference_cases import CASES
 from workers.embedding_worker import make_worker
-from workers.models import fused_layers
+from workers.layers.fused_kernels import AddNormedKernel
+from workers.models import fused_layers, fused_norm
 from workers.models.decoder import Decoder
 from workers.models.self_attention import HeadInputs, SelectedAttention, StepAttention
 from workers.parallel.group import ParallelGroup, SoloGroup
@@ -85,6 +87,31 @@ def compare(folder: Path, group: ParallelGroup) -> None:
 def test_fused_layers_compute_what_plain_layers_compute(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     compare(tmp_path, SoloGroup())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
+@pytest.mark.parametrize(
+    "name", ["gemma2-capped", "gemma4-shared-embeddings", "gemma4-experts-keys-as-values"]
+)
+def test_the_kernel_that_norms_outputs_computes_what_plain_layers_compute(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("attention.kernels.triton.post_norm")
+    launches: list[int] = []
+
+    def made(weight: torch.Tensor, eps: float, *, overlaps: bool) -> AddNormedKernel:
+        def launched(*arguments: Any, **options: Any) -> Any:  # Any: those of the kernel
+            launches.append(1)
+            return kernels.add_normed(
+                *arguments, **options, norm=weight, eps=eps, overlaps=overlaps
+            )
+
+        return launched
+
+    save_checkpoint(name, tmp_path)
+    monkeypatch.setattr(fused_norm, "add_normed_kernel", made)
+    compare(tmp_path, SoloGroup())
+    assert launches
 
 
 @pytest.mark.parametrize("name", [*HALVED, *WHOLE, "gemma2-capped", "olmo2-6-heads-2-kv"])

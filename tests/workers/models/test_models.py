@@ -22,7 +22,8 @@ from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families, read_model_config
-from workers.models.fused_layers import Delta, LayerTail
+from workers.models.fused_layers import LayerTail
+from workers.models.fused_norm import Delta
 from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.weights.load_weights import load_weights, with_stored_experts
 

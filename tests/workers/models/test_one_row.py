@@ -11,6 +11,7 @@ import torch
 from attention.kernels.arguments import DeferredRMSNorm, SplitKPartials
 from cluster.llm.generation import Completion
 from pagedray import LLM, SamplingParams
+from pagedray.model_config import Activation
 from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers import linear_choice
@@ -45,9 +46,9 @@ class CountingLinear(HopperLinear):
         self.counts["norm"] += 1
         return super().forward_with_norm(row)
 
-    def gated_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
+    def gated_with_norm(self, row: DeferredRMSNorm, activation: Activation) -> torch.Tensor:
         self.counts["norm and gate"] += 1
-        return super().gated_with_norm(row)
+        return super().gated_with_norm(row, activation)
 
     def forward_residual(
         self, stream: torch.Tensor, x: torch.Tensor
@@ -83,7 +84,7 @@ def use(kind: type[HopperLinear], monkeypatch: pytest.MonkeyPatch) -> None:
             for case in (
                 # With a bias, the gate is a kernel of its own.
                 ("llama-6-heads-2-kv-biases", {"norm": 6, "norm and gate": 3, "sum": 6}),
-                ("gemma-one-kv-head", {"norm": 6, "sum": 6}),
+                ("gemma-one-kv-head", {"norm": 3, "norm and gate": 3, "sum": 6}),
                 ("granite-multipliers", {"norm": 1}),
                 ("gemma2-capped", {"norm": 1}),
                 ("mpt-12-heads", {"sum": 6}),

@@ -17,7 +17,8 @@ from workers.layers import linear_choice
 from workers.layers.linear_kernel import DenseLinear
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
-from workers.models.fused_layers import Delta, LayerTail
+from workers.models.fused_layers import LayerTail
+from workers.models.fused_norm import Delta
 from workers.models.self_attention import CachedAttention, attention_spec
 from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.runner.forward_pass import SampledAttention

@@ -93,13 +93,17 @@ def _group(
 
 
 def choose_experts(
-    logits: torch.Tensor, num_chosen: int, *, is_renormalized: bool
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    is_renormalized: bool,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of the highest softmax, int32, and their weights, float32.
 
     logits is `[num_rows, num_experts]`; both results are `[num_rows, num_chosen]`, the highest
     first and equal values by index. The weights of a row are its softmax, divided by their sum if
-    `is_renormalized`.
+    `is_renormalized`, and times the experts' `factors`, float32 `[num_experts]`, if given.
     """
     num_rows, num_experts = logits.shape
     assert logits.stride(1) == 1
@@ -110,9 +114,11 @@ def choose_experts(
         tile = next_power_of_two(num_experts)
         _choose[(num_rows,)](
             logits,
+            logits if factors is None else factors,
             experts,
             weights,
             logits.stride(0),
+            has_factors=factors is not None,
             num_experts=num_experts,
             num_chosen=num_chosen,
             is_renormalized=is_renormalized,
@@ -127,9 +133,11 @@ def choose_experts(
 @triton.jit
 def _choose(
     logits: tl.tensor,
+    factors: tl.tensor,
     experts: tl.tensor,
     weights: tl.tensor,
     logits_stride: tl.tensor,
+    has_factors: tl.constexpr,
     num_experts: tl.constexpr,
     num_chosen: tl.constexpr,
     is_renormalized: tl.constexpr,
@@ -140,7 +148,7 @@ def _choose(
     """Write the experts of a row and their weights.
 
     Launched by `choose_experts`; grid `(num_rows,)`. Pointers: logits `[num_rows, num_experts]`;
-    experts and weights `[num_rows, num_chosen]`.
+    factors `[num_experts]` float32; experts and weights `[num_rows, num_chosen]`.
     """
     wait_for_inputs(is_dependent)
     row = tl.program_id(0).to(tl.int64)
@@ -165,4 +173,7 @@ def _choose(
         total = tl.sum(shares, axis=0)
     is_chosen = places < num_chosen
     tl.store(experts + row * num_chosen + places, chosen, mask=is_chosen)
-    tl.store(weights + row * num_chosen + places, shares / total, mask=is_chosen)
+    shares /= total
+    if has_factors:
+        shares *= tl.load(factors + chosen)
+    tl.store(weights + row * num_chosen + places, shares, mask=is_chosen)
