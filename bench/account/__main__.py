@@ -41,12 +41,9 @@ from workers.sampling.device_choice import TorchChoice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NUM_PROMPT_TOKENS = 128
 NUM_WARM_UP_STEPS = 60
 NUM_TIMED_STEPS = 100
 NUM_PROFILED_STEPS = 30
-NUM_SPARE_STEPS = 400
-"""Steps that run while the profiler starts and stops."""
 TOP_P: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # Any: fields of SamplingParams
 
 
@@ -167,6 +164,13 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument(
+        "--output-tokens",
+        type=int,
+        default=NUM_WARM_UP_STEPS + NUM_TIMED_STEPS + 400,
+        help="of each request, some while the profiler starts and stops (%(default)s)",
+    )
     parser.add_argument("--quantization", help="fp8 quantizes the weights (none)")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--torch-choice", action="store_true", help="choose tokens by torch")
@@ -197,25 +201,37 @@ def main() -> int:
                 # The first start of the profiler takes seconds.
                 with profile(activities=[ProfilerActivity.CUDA]):
                     torch.cuda.synchronize()
+            (roofline,) = llm.measure_rooflines()
             for name in options.case or CASES:
-                measured = measure_case(name, llm, clock, device=options.device)
-                accounts.append(account_of(name, measured, shape, backend=options.backend))
+                load = Load(options.prompt_tokens, options.output_tokens)
+                measured = measure_case(name, llm, clock, load, device=options.device)
+                accounts.append(
+                    account_of(name, measured, shape, roofline, backend=options.backend)
+                )
                 print_account(accounts[-1])
                 if options.output is not None:
                     write_results(options.output, options.shape, accounts=accounts)
     return 0
 
 
-def measure_case(name: str, llm: LLM, clock: StepClock, *, device: str) -> Measurement:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The lengths of each request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def measure_case(name: str, llm: LLM, clock: StepClock, load: Load, *, device: str) -> Measurement:
     """Decode a case, first without the profiler and then with it."""
     case = CASES[name]
     chance = random.Random(0)
     prompts = [
-        [chance.randrange(2, MAX_TOKEN_ID) for _ in range(NUM_PROMPT_TOKENS)]
+        [chance.randrange(2, MAX_TOKEN_ID) for _ in range(load.num_prompt_tokens)]
         for _ in range(case.batch_size)
     ]
-    # More than are profiled, so that the batch is whole while they are.
-    length = NUM_WARM_UP_STEPS + NUM_TIMED_STEPS + NUM_SPARE_STEPS
+    # More steps than are profiled, so that the batch is whole while they are.
+    length = load.num_output_tokens
     sampling = [case.sampling(index, length) for index in range(case.batch_size)]
     clock.reset()
     errors: list[BaseException] = []
@@ -248,13 +264,14 @@ def measure_case(name: str, llm: LLM, clock: StepClock, *, device: str) -> Measu
             torch.cuda.synchronize()
         clock.is_marking = False
         launches = sorted(_launches(profiler), key=lambda one: one.start)
-    mean_context = NUM_PROMPT_TOKENS + (first + clock.num_steps) / 2
+    mean_context = load.num_prompt_tokens + (first + clock.num_steps) / 2
     thread.join()
     if errors:
         raise errors[0]
     return Measurement(
         batch_size=case.batch_size,
         wall_us=wall_us,
+        wall_context=load.num_prompt_tokens + NUM_WARM_UP_STEPS + NUM_TIMED_STEPS // 2,
         mean_context=mean_context,
         host_us=host_us,
         clocks=clocks,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedray.rank_roofline import RankRoofline
 
 READ_BYTES_PER_S = 4.19e12
 FLOP_PER_S = 792e12
@@ -25,6 +28,31 @@ class Launch:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A product of rows in 16 bits with a weight."""
+
+    label: str
+    num_rows: int
+    size_in: int
+    size_out: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of both operands and of the result."""
+        return 2 * (self.size_in * self.size_out + self.num_rows * (self.size_in + self.size_out))
+
+    @property
+    def flop(self) -> int:
+        """Number of operations."""
+        return 2 * self.num_rows * self.size_in * self.size_out
+
+    @property
+    def floor_us(self) -> float:
+        """The larger of the times that the bytes and the operations take."""
+        return max(self.num_bytes / READ_BYTES_PER_S, self.flop / FLOP_PER_S) * 1e6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What was measured while a batch of equal prompts decoded."""
@@ -32,7 +60,10 @@ class Measurement:
     batch_size: int
     wall_us: float
     """Between steps without the profiler, median."""
+    wall_context: int
+    """Tokens of each row in the middle of these steps."""
     mean_context: float
+    """The same in the steps with the profiler."""
     host_us: dict[str, tuple[float, float]]
     """Median and 99th percentile of each part of the rank's launch."""
     clocks: str
@@ -64,6 +95,9 @@ class Account:
     num_profiled_steps: int
     wall_us: float
     """Between steps without the profiler, median."""
+    roof_us: float
+    """The least time of such a step, by the weights, keys and values that it reads."""
+    share_of_roof: float
     tokens_per_s: float
     span_us: float | None
     """Between markers, mean; None without a GPU, as the next three."""
@@ -82,6 +116,7 @@ def account_of(
     name: str,
     measured: Measurement,
     shape: dict[str, Any],  # Any: JSON values
+    roofline: RankRoofline,
     *,
     backend: str,
 ) -> Account:
@@ -91,12 +126,15 @@ def account_of(
     span = sum(step[-1].start - step[0].start for step in steps)
     marker = sum(step[0].end - step[0].start for step in steps)
     gaps, gap = gaps_of(steps)
+    roof_us = step_roof_us(roofline, measured.batch_size, measured.wall_context)
     count = max(len(steps), 1)
     return Account(
         case=name,
         backend=backend,
         num_profiled_steps=len(steps),
         wall_us=round(measured.wall_us, 1),
+        roof_us=round(roof_us, 1),
+        share_of_roof=round(roof_us / measured.wall_us, 3),
         tokens_per_s=round(measured.batch_size / measured.wall_us * 1e6, 1),
         span_us=round(span / count / 1e3, 1) if steps else None,
         busy_us=round((span - gap - marker) / count / 1e3, 1) if steps else None,
@@ -105,7 +143,7 @@ def account_of(
         mean_context=measured.mean_context,
         host_us=measured.host_us,
         clocks=measured.clocks,
-        kernels=kernel_rows(steps, gemms, shape["num_hidden_layers"]),
+        kernels=kernel_rows(steps, gemms),
         gaps=gaps,
     )
 
@@ -116,53 +154,73 @@ def split_steps(launches: list[Launch]) -> list[list[Launch]]:
     return [launches[a : b + 1] for a, b in pairwise(marks)]
 
 
+def step_roof_us(roofline: RankRoofline, num_rows: int, context: int) -> float:
+    """Return the time to read weights, keys and values, or to multiply by the weights if longer."""
+    dense, sampled, experts = roofline.weights, roofline.sampled, roofline.experts
+    part = 0.0 if experts is None else experts.expected_part(num_rows)
+    num_bytes = float(dense.num_bytes + sampled.num_bytes)
+    num_bytes += part * (dense.expert_bytes + sampled.expert_bytes)
+    flop = num_rows * (dense.row_flop + sampled.row_flop)
+    cached = sum(
+        one.token_bytes * min(context, one.window or context) for one in roofline.attention
+    )
+    weights_s = max(num_bytes / READ_BYTES_PER_S, flop / FLOP_PER_S)
+    return (weights_s + num_rows * cached / READ_BYTES_PER_S) * 1e6
+
+
 def gemm_shapes(
     shape: dict[str, Any],  # Any: JSON values
     num_rows: int,
-) -> dict[str, tuple[int, int, int]]:
-    """Return rows, columns in and columns out of each GEMM, in the order of a step."""
-    hidden, head_size = shape["hidden_size"], shape["head_dim"]
-    query = shape["num_attention_heads"] * head_size
-    qkv = query + 2 * shape["num_key_value_heads"] * head_size
-    return {
-        "qkv": (num_rows, hidden, qkv),
-        "o": (num_rows, query, hidden),
-        "gate_up": (num_rows, hidden, 2 * shape["intermediate_size"]),
-        "down": (num_rows, shape["intermediate_size"], hidden),
-        "head": (num_rows, hidden, shape["vocab_size"]),
-    }
+) -> list[Gemm]:
+    """Return the GEMMs of a step with MLPs, in their order."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    num_layers = shape["num_hidden_layers"]
+    gemms = []
+    for kind in shape.get("layer_types") or ["full_attention"] * num_layers:
+        head_size, num_kv_heads = shape["head_dim"], shape["num_key_value_heads"]
+        if kind == "full_attention" and "global_head_dim" in shape:
+            head_size = shape["global_head_dim"]
+            num_kv_heads = shape["num_global_key_value_heads"] or num_kv_heads
+        query = shape["num_attention_heads"] * head_size
+        qkv = query + 2 * num_kv_heads * head_size
+        gemms += [
+            Gemm("qkv", num_rows, hidden, qkv),
+            Gemm("o", num_rows, query, hidden),
+            Gemm("gate_up", num_rows, hidden, 2 * inner),
+            Gemm("down", num_rows, inner, hidden),
+        ]
+    return [*gemms, Gemm("head", num_rows, hidden, shape["vocab_size"])]
 
 
-def kernel_rows(
-    steps: list[list[Launch]], gemms: dict[str, tuple[int, int, int]], num_layers: int
-) -> list[KernelRow]:
+def kernel_rows(steps: list[list[Launch]], gemms: list[Gemm]) -> list[KernelRow]:
     """Return a row for each kernel, those of the largest share first."""
     times: dict[tuple[str, str], int] = Counter()
     counts: dict[tuple[str, str], int] = Counter()
-    layer_gemms = list(gemms)[:4]
+    multiplied: dict[tuple[str, str], list[Gemm]] = defaultdict(list)
     for step in steps:
         inside = step[1:-1]
-        multiplied = [one for one in inside if _is_gemm(one.name)]
-        labels = [*layer_gemms * num_layers, "head"]
-        is_known = len(multiplied) == len(labels)
-        labeled = iter(labels)
+        is_known = sum(_is_gemm(one.name) for one in inside) == len(gemms)
+        labeled = iter(gemms)
         for one in inside:
-            label = next(labeled) if is_known and _is_gemm(one.name) else ""
-            times[label, one.name] += one.end - one.start
-            counts[label, one.name] += 1
+            gemm = next(labeled) if is_known and _is_gemm(one.name) else None
+            key = "" if gemm is None else gemm.label, one.name
+            times[key] += one.end - one.start
+            counts[key] += 1
+            if gemm is not None:
+                multiplied[key].append(gemm)
     rows = []
     for (label, name), time_ns in times.items():
         count = counts[label, name]
         us_each = time_ns / count / 1e3
         row: dict[str, Any] = {}  # Any: fields of a row
         if label:
-            rows_in, size_in, size_out = gemms[label]
-            num_bytes = 2 * (size_in * size_out + rows_in * (size_in + size_out))
-            flop = 2 * rows_in * size_in * size_out
-            floor_us = max(num_bytes / READ_BYTES_PER_S, flop / FLOP_PER_S) * 1e6
-            row["gigabytes"] = round(num_bytes * count / len(steps) / 1e9, 4)
-            row["gigaflop"] = round(flop * count / len(steps) / 1e9, 2)
-            row["share_of_roofline"] = round(floor_us / us_each, 3)
+            of_kernel = multiplied[label, name]
+            num_bytes = sum(gemm.num_bytes for gemm in of_kernel)
+            flop = sum(gemm.flop for gemm in of_kernel)
+            floor_us = sum(gemm.floor_us for gemm in of_kernel)
+            row["gigabytes"] = round(num_bytes / len(steps) / 1e9, 4)
+            row["gigaflop"] = round(flop / len(steps) / 1e9, 2)
+            row["share_of_roofline"] = round(floor_us / us_each / count, 3)
         rows.append(
             KernelRow(
                 name=f"{label + ': ' if label else ''}{name}"[:150],
@@ -193,7 +251,8 @@ def print_account(account: Account) -> None:
     """Print a case as a table."""
     print(
         f"\n== {account.case} ({account.backend}): {account.wall_us:,.0f} us a step, "
-        f"{account.tokens_per_s:,.0f} tokens/s, mean context {account.mean_context:.0f}"
+        f"{account.tokens_per_s:,.0f} tokens/s, mean context {account.mean_context:.0f}; roof "
+        f"{account.roof_us:,.0f} us, {account.share_of_roof:.3f} of it"
     )
     for name, (median, late) in account.host_us.items():
         print(f"   host {name:14} p50 {median:9.1f} us  p99 {late:9.1f} us")
