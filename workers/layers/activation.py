@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.fused_kernels import gate_kernel
+from workers.layers.fused_kernels import gate_kernel, soft_cap_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedray.model_config import Activation, ClampedGate
 
-__all__ = ["activation_function", "clamped_gate", "gated_columns"]
+__all__ = ["activation_function", "clamped_gate", "gated_columns", "soft_capped"]
 
 
 def activation_function(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -43,6 +43,14 @@ def gated_columns(columns: torch.Tensor, activation: Activation) -> torch.Tensor
         return kernel(columns)
     gate, up = columns.chunk(2, dim=1)
     return activation_function(activation)(gate).mul_(up)
+
+
+def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return `cap * tanh(logits / cap)`, float32, for `[num_rows, size]`."""
+    kernel = soft_cap_kernel(logits.device)
+    if kernel is not None:
+        return kernel(logits, cap)
+    return logits.float().div_(cap).tanh_().mul_(cap)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

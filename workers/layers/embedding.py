@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from workers.layers.activation import soft_capped
 from workers.layers.formats.make_kernel import CpuInt8Linear, make_format_kernel
 from workers.layers.linear_choice import linear_kernel_class
 from workers.layers.sharded_logits import ShardedLogits
@@ -104,7 +105,7 @@ class ParallelHead(Layer):
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:
-            logits = logits.float().div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+            logits = soft_capped(logits, self._soft_cap)
         return ShardedLogits(
             logits, first_id=self._vocab.first, vocab_size=self._vocab_size, group=self._group
         )

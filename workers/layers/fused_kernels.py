@@ -33,6 +33,7 @@ __all__ = [
     "norm_kernels",
     "quantized_gate_kernel",
     "rotate_kernel",
+    "soft_cap_kernel",
 ]
 
 AddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -165,3 +166,14 @@ def quantized_gate_kernel(
     from attention.kernels.triton.gated_activation import quantized_gated
 
     return partial(quantized_gated, kind=activation)
+
+
+def soft_cap_kernel(
+    device: torch.device,
+) -> Callable[[torch.Tensor, float], torch.Tensor] | None:
+    """Return the kernel that caps logits, `[num_rows, size]`, and returns them in float32."""
+    if device.type != "cuda":
+        return None
+    from attention.kernels.triton.gated_activation import soft_capped
+
+    return soft_capped

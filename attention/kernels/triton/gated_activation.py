@@ -1,4 +1,4 @@
-"""Gates of MLPs: an activation of one half of the columns times the other half."""
+"""Gates of MLPs, an activation of one half of the columns times the other half, and soft caps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.arguments import QuantizedRows
 
-__all__ = ["Gate", "gated", "quantized_gated", "rounded_gate"]
+__all__ = ["Gate", "gated", "quantized_gated", "rounded_gate", "soft_capped"]
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -152,3 +152,48 @@ def quantized_gated(columns: torch.Tensor, kind: Gate) -> QuantizedRows:
             **launch_options(columns.device),
         )
     return rows
+
+
+@triton.jit
+def _soft_cap(
+    logits: tl.tensor,
+    out: tl.tensor,
+    row_stride: tl.tensor,
+    cap: tl.tensor,
+    size: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write `tile` capped logits of one row.
+
+    Launched by `soft_capped`; grid `(num_rows, tiles of a row)`. Pointers: logits
+    `[num_rows, size]`, out the same in float32.
+    """
+    wait_for_inputs(is_dependent)
+    row = tl.program_id(0).to(tl.int64)
+    elements = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_element = elements < size
+    x = tl.load(logits + row * row_stride + elements, mask=is_element, other=0.0).to(tl.float32)
+    # tanh from exp(-2 |x|), which cannot overflow.
+    shrunk = tl.exp(tl.abs(x) / cap * -2.0)
+    capped = (1.0 - shrunk) / (1.0 + shrunk) * tl.where(x < 0.0, -cap, cap)
+    tl.store(out + row * size + elements, capped, mask=is_element)
+
+
+_SOFT_CAP = KernelLauncher(_soft_cap)
+
+
+def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return `cap * tanh(logits / cap)`, `[num_rows, size]` float32."""
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1
+    out = torch.empty((num_rows, size), dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _SOFT_CAP.launch(
+            (num_rows, triton.cdiv(size, _TILE), 1),
+            (logits, out),
+            (logits.stride(0), float(cap), size, can_depend(logits.device), _TILE),
+            num_warps=4,
+            **launch_options(logits.device),
+        )
+    return out

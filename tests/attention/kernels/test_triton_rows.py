@@ -9,7 +9,7 @@ from attention.batch import AttentionBatch
 from attention.kernels.triton.advance import advance
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.copy_blocks import copy_blocks
-from attention.kernels.triton.gated_activation import Gate, gated
+from attention.kernels.triton.gated_activation import Gate, gated, soft_capped
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.kernels.triton.norm_rope import add_norm, add_parts_norm, norm_heads, rotate_heads
 from attention.kernels.triton.pinned_copy import append_tokens, copy_words, place_tokens
@@ -95,6 +95,16 @@ def test_outputs_are_normed_added_and_the_sum_is_normed(
     assert len(found) == num_norms
     for rows, weight in zip(found, weights, strict=True):
         assert_near(rows, normed(stream.double(), weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_are_capped(dtype: torch.dtype) -> None:
+    logits = 50 * strided(3, 1500, dtype)
+    logits[0, :3] = torch.tensor([1e-3, 1e4, -1e4])
+    capped = soft_capped(logits, 30.0)
+    assert capped.dtype == torch.float32
+    assert_near(capped, 30.0 * torch.tanh(logits.double() / 30.0))
+    assert soft_capped(logits[:0], 30.0).shape == (0, 1500)
 
 
 def test_no_rows_are_normed() -> None:
