@@ -89,7 +89,7 @@ class AttentionBatch:
     @property
     def num_prefill_tokens(self) -> int:
         """Return the number of tokens of all prefills."""
-        return int(self.query_lens[: self.num_prefills].sum())
+        return int(self.query_lens[: self.num_prefills].sum()) if self.num_prefills else 0
 
     @property
     def num_padding(self) -> int:
@@ -145,35 +145,24 @@ class AttentionBatch:
         more sequences.
         """
         size, num_blocks = len(self.seq_lens), widths[0]
+        shape = num_sequences, num_blocks
         if self.num_prefills or size > num_sequences:
             raise ValueError(
                 f"{size} sequences with {self.num_prefills} prefills do not fit a batch of "
                 f"{num_sequences} decodes."
             )
-
-        def fit(values: npt.NDArray[Any], length: int, fill: int) -> npt.NDArray[Any]:
-            padded = np.full(length, fill, dtype=values.dtype)
-            padded[: len(values)] = values[:length]
-            return padded
-
-        def fit_tables(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-            padded = np.zeros((num_sequences, num_blocks), dtype=np.int32)
-            common = min(tables.shape[1], num_blocks)
-            padded[:size, :common] = tables[:, :common]
-            return padded
-
         encoder = self.encoder
         return AttentionBatch(
             num_prefills=0,
-            query_lens=fit(self.query_lens, num_sequences, 1),
-            seq_lens=fit(self.seq_lens, num_sequences, 0),
-            block_tables=fit_tables(self.block_tables),
-            slot_mapping=fit(self.slot_mapping, num_sequences, -1),
+            query_lens=_fitted(self.query_lens, num_sequences, 1),
+            seq_lens=_fitted(self.seq_lens, num_sequences, 0),
+            block_tables=_fitted_tables(self.block_tables, shape),
+            slot_mapping=_fitted(self.slot_mapping, num_sequences, -1),
             encoder=encoder
             and EncoderBatch(
-                query_lens=fit(encoder.query_lens, num_sequences, 0),
-                seq_lens=fit(encoder.seq_lens, num_sequences, 0),
-                block_tables=fit_tables(encoder.block_tables),
+                query_lens=_fitted(encoder.query_lens, num_sequences, 0),
+                seq_lens=_fitted(encoder.seq_lens, num_sequences, 0),
+                block_tables=_fitted_tables(encoder.block_tables, shape),
                 slot_mapping=encoder.slot_mapping,
             ),
             other_groups=tuple(
@@ -206,3 +195,19 @@ class AttentionBatch:
             slot_mapping=slots,
             other_groups=tuple(group.advanced(block_size) for group in self.other_groups),
         )
+
+
+def _fitted(values: npt.NDArray[Any], length: int, fill: int) -> npt.NDArray[Any]:
+    """Return the array itself if it has this length, else cut off or padded."""
+    if len(values) == length:
+        return values
+    fitted = np.full(length, fill, dtype=values.dtype)
+    fitted[: len(values)] = values[:length]
+    return fitted
+
+
+def _fitted_tables(tables: npt.NDArray[np.int32], shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+    fitted = np.zeros(shape, dtype=np.int32)
+    common = min(tables.shape[1], shape[1])
+    fitted[: len(tables), :common] = tables[:, :common]
+    return fitted

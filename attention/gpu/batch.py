@@ -116,7 +116,9 @@ class GpuBatchUploader:
     def upload(self, batch: AttentionBatch) -> GpuBatch:
         """Return the step's numbers on the device, without waiting for it."""
         arrays: list[_Array] = []
-        hosts = [_HostBatch(group, arrays) for group in batch.groups]
+        hosts: list[_HostBatch] = []
+        for group in batch.groups:
+            hosts.append(_HostBatch(group, arrays, hosts[0] if hosts else None))
         tensors = self._copy(arrays)
         first, *others = (self._gpu_batch(host, tensors, group) for group, host in enumerate(hosts))
         self._latest = replace(first, other_groups=tuple(others)) if others else first
@@ -178,20 +180,20 @@ class GpuBatchUploader:
         return int(seq_lens.max(initial=0))
 
     def _sub_batch(self, part: _HostSubBatch, tensors: list[torch.Tensor], group: int) -> SubBatch:
-        starts, lens = tensors[part.index], tensors[part.index + 1]
-        tables = None if part.block_tables is None else tensors[part.index + 2]
+        starts, lens = tensors[part.queries.index], tensors[part.index]
+        tables = None if part.block_tables is None else tensors[part.index + 1]
         return SubBatch(
             first_token=part.first_token,
-            num_tokens=int(part.query_lens.sum()),
+            num_tokens=part.queries.num_tokens,
             query_lens=part.query_lens,
             host_seq_lens=part.seq_lens,
             host_block_tables=part.block_tables,
             query_starts=starts,
             seq_lens=lens,
             block_tables=tables,
-            max_query_len=int(part.query_lens.max(initial=0)),
+            max_query_len=part.queries.max_len,
             max_seq_len=self._max_seq_len(part.seq_lens, group),
-            has_no_context=bool((part.query_lens == part.seq_lens).all()),
+            has_no_context=part.has_no_context,
         )
 
     def _copy(self, arrays: Sequence[_Array]) -> list[torch.Tensor]:
@@ -222,6 +224,19 @@ class GpuBatchUploader:
         return self._tensors
 
 
+class _Queries:
+    """The queries of adjacent sequences, the same in all groups of layers."""
+
+    def __init__(self, arrays: list[_Array], query_lens: _Ints) -> None:
+        self.index = len(arrays)
+        """Index of the starts."""
+        self.num_tokens = int(query_lens.sum())
+        self.max_len = int(query_lens.max(initial=0))
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        arrays.append(starts)
+
+
 class _HostSubBatch:
     """Adjacent sequences of a batch on the host, and the index of their arrays."""
 
@@ -232,16 +247,21 @@ class _HostSubBatch:
         query_lens: _Ints,
         seq_lens: _Ints,
         block_tables: _Ints | None,
+        of_first_group: _HostSubBatch | None = None,
     ) -> None:
         self.first_token = first_token
         self.query_lens = query_lens
         self.seq_lens = seq_lens
         self.block_tables = block_tables
+        if of_first_group is None:
+            self.queries = _Queries(arrays, query_lens)
+            self.has_no_context = bool((query_lens == seq_lens).all())
+        else:
+            self.queries = of_first_group.queries
+            self.has_no_context = of_first_group.has_no_context
         self.index = len(arrays)
-        """Index of the starts; the lengths follow, and then the tables, if any."""
-        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=starts[1:])
-        arrays += [starts, seq_lens]
+        """Index of the lengths; the tables follow, if any."""
+        arrays.append(seq_lens)
         if block_tables is not None:
             arrays.append(block_tables)
 
@@ -249,8 +269,10 @@ class _HostSubBatch:
 class _HostBatch:
     """A batch on the host, and the index of its arrays."""
 
-    def __init__(self, batch: AttentionBatch, arrays: list[_Array]) -> None:
-        """Append the arrays to upload to `arrays`."""
+    def __init__(
+        self, batch: AttentionBatch, arrays: list[_Array], first_group: _HostBatch | None
+    ) -> None:
+        """Append the arrays to upload to `arrays`, but those of the first group, if it is given."""
         self.batch = batch
         self.index = len(arrays)
         """Index of the slots; the slots of the encoder follow, if any."""
@@ -260,22 +282,24 @@ class _HostBatch:
             arrays.append(encoder.slot_mapping)
         self.sub_batches: list[_HostSubBatch | None] = [None] * 5
         first, total = batch.num_prefills, len(batch.query_lens)
-        starts = (0, batch.num_prefill_tokens)
+        first_tokens = (0, batch.num_prefill_tokens)
         for index, part in enumerate((slice(0, first), slice(first, total))):
             if part.start == part.stop:
                 continue
             query_lens = batch.query_lens[part]
             self.sub_batches[index] = _HostSubBatch(
                 arrays,
-                starts[index],
+                first_tokens[index],
                 query_lens,
-                batch.seq_lens[part],
+                # The whole array itself shows which groups have the same lengths.
+                batch.seq_lens if first == 0 else batch.seq_lens[part],
                 batch.block_tables[part],
+                None if first_group is None else first_group.sub_batches[index],
             )
             if encoder is not None:
                 self.sub_batches[2 + index] = _HostSubBatch(
                     arrays,
-                    starts[index],
+                    first_tokens[index],
                     query_lens,
                     encoder.seq_lens[part],
                     encoder.block_tables[part],

@@ -302,9 +302,11 @@ class DecodeScheduler:
         `seq_lens` is `[num_rows]`, 0 for padding, and `block_tables` `[num_rows, width]`.
         """
         num_rows, params = len(seq_lens), self._params
-        if self._latest is not None and np.array_equal(seq_lens, self._latest[0]):
-            # Another group of layers has the same lengths.
-            return self._latest[1]
+        if self._latest is not None:
+            lengths, items_of_step = self._latest
+            if seq_lens is lengths or np.array_equal(seq_lens, lengths):
+                # Another group of layers has the same lengths.
+                return items_of_step
         if self._is_graph and num_rows == 1 and self._division.rows_per_item > 1:
             # The kernel for one row per item is simpler.
             self._division = replace(self._division, rows_per_item=1)

@@ -202,9 +202,8 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         if is_graph and spec.max_seq_len is None:
             raise ValueError("max_seq_len is None, but captured graphs require it.")
         self._table_widths = _table_widths(spec) if is_graph else ()
-        self._uploader = GpuBatchUploader(
-            spec.device, max_seq_lens=_max_seq_lens(spec) if is_graph else None
-        )
+        self._max_seq_lens = _max_seq_lens(spec) if is_graph else None
+        self._uploader = GpuBatchUploader(spec.device, max_seq_lens=self._max_seq_lens)
         memory = memory or DecodeMemory(spec.device)
         keys = [
             (layer.plan_key, group)
@@ -274,8 +273,14 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         """Return a batch padded for the graph, or unchanged if this builder belongs to none."""
         if self._graph_batch_size is None:
             return batch
-        for group, limit in zip(batch.groups, _max_seq_lens(self._spec), strict=True):
-            longest = int(group.seq_lens.max(initial=0))
+        assert self._max_seq_lens is not None
+        # Groups with the same window have the same lengths.
+        limits = {
+            id(group.seq_lens): (group.seq_lens, limit)
+            for group, limit in zip(batch.groups, self._max_seq_lens, strict=True)
+        }
+        for seq_lens, limit in limits.values():
+            longest = int(seq_lens.max(initial=0))
             if longest > limit:
                 raise ValueError(
                     f"A sequence of {longest} tokens does not fit a graph for {limit}."

@@ -7,6 +7,7 @@ step touches a few numbers per row. The tokens are in a table on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -86,6 +87,8 @@ class InputBatch:
         max_blocks = -(-max_model_len // block_size)
         self._block_tables = np.zeros((len(windows), max_num_rows, max_blocks), dtype=np.int32)
         """Of each group and row. All groups of a row have the same number of entries."""
+        self._all_tables = self._block_tables.reshape(len(windows), -1)
+        """The same, with the rows of a group behind each other."""
         self._num_entries = np.zeros(max_num_rows, dtype=np.int64)
 
     def apply_plan(self, plan: StepPlan) -> None:
@@ -264,21 +267,21 @@ class InputBatch:
         `token_rows` and `positions` are by token.
         """
         places = self._places(token_rows, positions // self._block_size)
-        offsets = positions % self._block_size
-        seen = self._seen_tables(rows, query_lens, seq_lens)
-        groups = []
-        for tables, (block_tables, lengths) in zip(self._block_tables, seen, strict=True):
-            slots = tables.reshape(-1).take(places).astype(np.int64)
-            slots *= self._block_size
-            slots += offsets
-            group = AttentionBatch(
+        slots = self._all_tables.take(places, axis=1).astype(np.int64)
+        slots *= self._block_size
+        slots += positions % self._block_size
+        groups = [
+            AttentionBatch(
                 num_prefills=num_prefills,
                 query_lens=query_lens,
                 seq_lens=lengths,
                 block_tables=block_tables,
-                slot_mapping=slots,
+                slot_mapping=group_slots,
             )
-            groups.append(group)
+            for group_slots, (block_tables, lengths) in zip(
+                slots, self._seen_tables(rows, query_lens, seq_lens), strict=True
+            )
+        ]
         return groups[0] if len(groups) == 1 else replace(groups[0], other_groups=tuple(groups[1:]))
 
     def _seen_tables(
@@ -288,16 +291,18 @@ class InputBatch:
 
         Tables are as wide as necessary, and omit all blocks behind the window of the first query.
         """
-        all_lens = seq_lens.astype(np.int32)
-        shifts: dict[int, tuple[_Ints, NDArray[np.int32]]] = {}
-        for tables, window in zip(self._block_tables, self._windows, strict=True):
+        first = 0
+        for window, groups in groupby(self._windows):
+            end = first + len(list(groups))
             if window is None:
-                yield tables[rows, : -(-int(seq_lens.max()) // self._block_size)], all_lens
-                continue
-            if window not in shifts:
-                shifts[window] = self._shift(rows, query_lens, seq_lens, window)
-            places, lengths = shifts[window]
-            yield tables.reshape(-1).take(places), lengths
+                num_entries = -(-int(seq_lens.max()) // self._block_size)
+                tables = self._block_tables[first:end, rows, :num_entries]
+                lengths = seq_lens.astype(np.int32)
+            else:
+                places, lengths = self._shift(rows, query_lens, seq_lens, window)
+                tables = self._all_tables[first:end].take(places, axis=1)
+            yield from ((of_group, lengths) for of_group in tables)
+            first = end
 
     def _shift(
         self, rows: _Ints, query_lens: NDArray[np.int32], seq_lens: _Ints, window: int
