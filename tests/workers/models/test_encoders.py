@@ -1,6 +1,7 @@
 """BERT and BART against Transformers, over texts of several lengths in one batch."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import Pooling, StepPlan, TextBatch
 from pagedray.errors import CheckpointError, StartupError
-from pagedray.model_config import Task
+from pagedray.model_config import Dtype, Task
 from tests.attention.dense_reference import relative_error
 from tests.workers.models.encoder_reference import (
     BartRun,
@@ -49,28 +50,22 @@ NAMES = (
 )
 
 
-def test_hidden_states_of_bert_equal_those_of_transformers(tmp_path: Path) -> None:
-    save_bert(tmp_path)
+@pytest.mark.parametrize(
+    ("save", "dtype", "tolerance"),
+    [
+        (save_bert, "float32", 1e-5),
+        (save_xlm_roberta, "float32", 1e-5),
+        (save_bert, "bfloat16", 3e-2),
+    ],
+)
+def test_hidden_states_equal_those_of_transformers(
+    save: Callable[[Path], None], dtype: Dtype, tolerance: float, tmp_path: Path
+) -> None:
+    save(tmp_path)
     group = SoloGroup()
-    outputs = run_bert(loaded_bert(tmp_path, group), group)
+    outputs = run_bert(loaded_bert(tmp_path, group, dtype), group)
     for output, reference in zip(outputs, bert_reference(tmp_path), strict=True):
-        assert relative_error(output, reference) < 1e-5
-
-
-def test_hidden_states_of_xlm_roberta_equal_those_of_transformers(tmp_path: Path) -> None:
-    save_xlm_roberta(tmp_path)
-    group = SoloGroup()
-    outputs = run_bert(loaded_bert(tmp_path, group), group)
-    for output, reference in zip(outputs, bert_reference(tmp_path), strict=True):
-        assert relative_error(output, reference) < 1e-5
-
-
-def test_bert_in_bfloat16_is_near_to_float32(tmp_path: Path) -> None:
-    save_bert(tmp_path)
-    group = SoloGroup()
-    outputs = run_bert(loaded_bert(tmp_path, group, "bfloat16"), group)
-    for output, reference in zip(outputs, bert_reference(tmp_path), strict=True):
-        assert relative_error(output, reference) < 3e-2
+        assert relative_error(output, reference) < tolerance
 
 
 @pytest.mark.parametrize("has_scaled_embedding", [False, True])
