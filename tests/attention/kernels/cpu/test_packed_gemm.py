@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu import instruction_set, native, packed_gemm
 from attention.kernels.cpu.packed_gemm import PackedGemm
-from tests.attention.kernels.cpu.variants import compile_with, variants
+from tests.attention.kernels.cpu.variants import compile_with
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 @pytest.fixture(
     scope="module",
     autouse=True,
-    params=[
-        "",
-        *variants("-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma"),
-    ],
+    params=["", "-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma"],
 )
 def uses_amx(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
