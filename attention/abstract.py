@@ -17,7 +17,13 @@ import torch
 from attention import cache
 from attention.batch import AttentionBatch, EncoderBatch
 from attention.kernels.arguments import Rotary
-from attention.params import AttentionParams, AttentionSpec, AttentionType, problems_of
+from attention.params import (
+    AttentionParams,
+    AttentionSpec,
+    AttentionType,
+    StateTensor,
+    problems_of,
+)
 
 __all__ = [
     "AttentionBackend",
@@ -32,6 +38,7 @@ __all__ = [
     "AttentionType",
     "EagerAttentionState",
     "EncoderBatch",
+    "StateTensor",
 ]
 
 

@@ -18,11 +18,14 @@ __all__ = [
     "AttentionParams",
     "AttentionSpec",
     "AttentionType",
+    "StateTensor",
     "cache_dtype",
     "problems_of",
     "storage_dtype",
 ]
 
+_STATE_ALIGNMENT = 16
+"""Bytes, of which the offset of each tensor in a state is a multiple."""
 KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -121,6 +124,20 @@ class AttentionParams:
         return replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads, alibi_slopes=slopes)
 
 
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A part of the state that a recurrent layer keeps of each sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes, those of padding included."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return -(-num_bytes // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """The configuration that a backend is checked and built for."""
@@ -135,6 +152,8 @@ class AttentionSpec:
     layout: CacheLayout | None = None
     """The groups of the cached layers, each with block tables of its own; None is a single group
     of all layers, which keeps the keys of all tokens."""
+    states: tuple[tuple[StateTensor, ...], ...] = ()
+    """The state of each recurrent layer; empty if there are no such layers."""
 
     def grouped(self) -> "AttentionSpec":
         """Return the spec with layers in groups, so that each window frees its own blocks.
@@ -214,6 +233,38 @@ class AttentionSpec:
         ]
         unit = math.lcm(*(layer.block_elements(self.block_size) for layer in self.layers))
         return -(-max(needed, default=0) // unit) * unit
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a block."""
+        return self.block_elements * self.cache_dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the state of a sequence in all recurrent layers."""
+        return sum(tensor.num_bytes for layer in self.states for tensor in layer)
+
+    @property
+    def state_blocks(self) -> int:
+        """Return the blocks that hold the state of a sequence."""
+        return -(-self.state_bytes // self.block_bytes)
+
+    def state_views(self, states: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Return the tensors of each recurrent layer, `[num_rows, *StateTensor.shape]`, strided.
+
+        `states` are the bytes of the states of rows, `[num_rows, num_bytes]` uint8, at least
+        `state_bytes` each.
+        """
+        views, first = [], 0
+        for layer in self.states:
+            tensors = []
+            for tensor in layer:
+                end = first + math.prod(tensor.shape) * tensor.dtype.itemsize
+                part = states[:, first:end].view(tensor.dtype)
+                tensors.append(part.unflatten(1, tensor.shape))
+                first += tensor.num_bytes
+            views.append(tuple(tensors))
+        return tuple(views)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -150,6 +150,8 @@ class TensorNames:
     side_expert_post_norm: str = ""
     """The norm after them."""
     router: str = "mlp.gate"
+    router_bias: str = ""
+    """The bias of the choice of experts, a tensor itself."""
     router_norm: str | None = None
     """The weight of the router's own norm of its input, a tensor itself, or None."""
     expert_scales: str | None = None
@@ -172,6 +174,8 @@ class TensorNames:
     shared_input: tuple[str, ...] = ()
     """Like `mlp_input`, for the MLP that every token passes in addition to its experts."""
     shared_output: str = ""
+    shared_gate: str = ""
+    """The gate of that MLP."""
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
 
@@ -212,6 +216,16 @@ class ExpertsConfig:
     """The layers that have one MLP instead of experts."""
     shared_size: int | None = None
     """Columns of the MLP that every token passes in addition to its experts, or None."""
+    has_shared_gate: bool = False
+    """Whether the output of that MLP is multiplied by the sigmoid of a product with the token."""
+    has_sigmoid_scores: bool = False
+    """Whether scores are sigmoids of the router's logits, not a softmax over all experts."""
+    has_choice_bias: bool = False
+    """Whether a bias is added to sigmoid scores to choose experts, but not to their weights."""
+    weight_scale: float = 1.0
+    """Multiplies the weights of chosen experts by sigmoid scores."""
+    sum_eps: float = 0.0
+    """Added to the sum of sigmoid scores that weights are divided by."""
     is_expert_parallel: bool = False
     """Whether a rank has whole experts, instead of some columns of each."""
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,6 +29,7 @@ from workers.memory_profile import (
     cache_size,
     free_host_bytes,
     graph_sizes,
+    num_rows_with_states,
     num_staging,
 )
 from workers.models.decoder import Decoder
@@ -37,7 +39,7 @@ from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.forward_pass import ForwardPass, SampledAttention
 from workers.runner.input_batch import InputBatch
-from workers.runner.kv_cache import KVCache, block_bytes, make_host_pool
+from workers.runner.kv_cache import KVCache, make_host_pool
 from workers.runner.model_runner import ModelRunner
 from workers.runner.persistent_pool import PoolMapper
 from workers.runner.piece_graphs import PieceGraphs
@@ -117,6 +119,19 @@ class DecoderWorker(Worker):
         if self._pool_address is not None:
             self._pool_mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
         return load_weights(self._model, self._config, report_progress)
+
+    @property
+    def default_limits(self) -> StepLimits:
+        limits = super().default_limits
+        if not self._spec.states:
+            return limits
+        # The weights are loaded.
+        free_bytes = free_host_bytes(self._config)
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            free_bytes = int(free - (1.0 - self._config.cache.memory_fraction) * total)
+        num_rows = num_rows_with_states(self._spec, limits.max_num_seqs, max(0, free_bytes))
+        return replace(limits, max_num_seqs=num_rows)
 
     def available_cache(self, limits: StepLimits) -> CacheSize:
         self._config = self._config.with_limits(limits)
@@ -216,7 +231,9 @@ class DecoderWorker(Worker):
             release_gpu_memory()
         self._group.close()
 
-    def _make_cache(self, num_blocks: int, num_cpu_blocks: int) -> KVCache:
+    def _make_cache(
+        self, num_blocks: int, num_cpu_blocks: int, *, shares_states: bool = False
+    ) -> KVCache:
         """Return both pools; a CPU pool is kept for later epochs. Raises DeviceError."""
         try:
             host_pool = make_host_pool(
@@ -236,13 +253,25 @@ class DecoderWorker(Worker):
                 num_blocks=num_blocks,
                 host_pool=host_pool,
                 num_staging=staging,
+                num_rows=self._config.max_num_seqs if self._spec.states else 0,
+                shares_states=shares_states,
             )
         except (MemoryError, OSError, RuntimeError) as error:
             raise DeviceError(
                 f"Could not allocate a KV cache of {num_blocks} blocks and a CPU cache of "
-                f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
-                "--num-blocks or --num-cpu-blocks."
+                f"{num_cpu_blocks}, of {self._spec.block_bytes} bytes each{self._states_text}; use "
+                "a lower --num-blocks, --num-cpu-blocks or --max-num-seqs."
             ) from error
+
+    @property
+    def _states_text(self) -> str:
+        """What to add to the sizes of the pools, for models with states."""
+        if not self._spec.states:
+            return ""
+        return (
+            f", and {self._spec.state_blocks} blocks for the state of each of "
+            f"{self._config.max_num_seqs} sequences"
+        )
 
     def _make_rows(self) -> tuple[TokenTable, InputBatch, Sampler]:
         """Return the per-row state."""
@@ -259,8 +288,9 @@ class DecoderWorker(Worker):
                 max_num_rows=max_num_seqs,
                 max_model_len=max_model_len,
                 block_size=self._spec.block_size,
-                replays_decodes=self._device.type == "cpu",
+                replays_decodes=self._device.type == "cpu" and not self._spec.states,
                 windows=self._spec.group_windows,
+                has_states=bool(self._spec.states),
             )
             sampler = Sampler(
                 max_num_rows=max_num_seqs,
@@ -289,6 +319,8 @@ class DecoderWorker(Worker):
         self, cache: KVCache, table: TokenTable, sizes: GraphSizes
     ) -> ForwardPass:
         assert self._model is not None
+        model = self._config.model
+        ends_recurrent = model.is_recurrent(model.num_layers - 1)
         builder = self._backend.make_metadata_builder(self._spec)
         decode_graphs = piece_graphs = None
         if sizes.decodes or sizes.pieces:
@@ -299,13 +331,15 @@ class DecoderWorker(Worker):
                 pool=torch.cuda.graph_pool_handle(),
                 progress=self._group.progress,
                 is_alone=self._group.size == 1,
+                states=cache.states,
             )
             if sizes.decodes:
                 decode_graphs = DecodeGraphs(setup, sizes.decodes, self._backend, self._spec)
             if sizes.pieces:
                 piece_graphs = PieceGraphs(setup, sizes.pieces, builder)
         sampled_attention = None
-        if self._device.type == "cuda":
+        # The last tokens of sequences need no other token of the step, unless a state does.
+        if self._device.type == "cuda" and not ends_recurrent:
             sampled_builder = self._backend.make_metadata_builder(self._spec)
             sampled_attention = SampledAttention(cache.device_pool, builder, sampled_builder)
         return ForwardPass(
@@ -316,6 +350,7 @@ class DecoderWorker(Worker):
             decode_graphs=decode_graphs,
             piece_graphs=piece_graphs,
             sampled_attention=sampled_attention,
+            states=cache.states,
         )
 
     def _check_disk_folder(self) -> None:
@@ -345,7 +380,7 @@ class DecoderWorker(Worker):
             self._config,
             self._device,
             self._group.progress,
-            lambda sizes: self._make_runner(self._make_cache(1, 0), sizes),
+            lambda sizes: self._make_runner(self._make_cache(1, 0, shares_states=True), sizes),
         )
         return profile.free_bytes(self._graph_sizes)
 
@@ -354,7 +389,8 @@ class DecoderWorker(Worker):
         marker = CompileMarker(self._config, self._device)
         if marker.exists:
             return
-        runner = self._make_runner(self._make_cache(1, 0), self._graph_sizes)
+        cache = self._make_cache(1, 0, shares_states=True)
+        runner = self._make_runner(cache, self._graph_sizes)
         num_threads = num_usable_cores() // self._config.parallel.tensor_parallel_size
         try:
             runner.compile_kernels(self._spec.dtype, max(1, num_threads))

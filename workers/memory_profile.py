@@ -15,7 +15,7 @@ from pagedray.machine import available_host_bytes, host_memory_bytes
 from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.sampling_params import MAX_LOGPROBS, SamplingParams
 from workers.runner.decode_graphs import graph_batch_sizes
-from workers.runner.kv_cache import block_bytes, num_staging_blocks
+from workers.runner.kv_cache import num_staging_blocks
 from workers.runner.piece_graphs import piece_sizes
 from workers.sampling.edits import num_mask_bytes
 from workers.worker import release_gpu_memory
@@ -36,6 +36,7 @@ __all__ = [
     "graph_sizes",
     "host_pool_bytes",
     "largest_steps",
+    "num_rows_with_states",
     "num_staging",
     "wait_for_gpu_memory",
 ]
@@ -48,6 +49,8 @@ _PINNED_PART = 4
 """The CPU pools of a node take 1 / `_PINNED_PART` of its available memory, all together."""
 _MOST_CPU_BLOCKS = 4
 """Maximum number of CPU blocks for each GPU block, unless an option sets their number."""
+_STATE_PART = 2
+"""States take at most 1 / `_STATE_PART` of the memory, unless an option sets the number of rows."""
 _TIMEOUT_S = 10.0
 """How long the driver may take to free the memory, from when it was first needed."""
 _POLL_S = 0.1
@@ -170,15 +173,18 @@ def cache_size(
     num_cpu_blocks = config.cache.num_cpu_blocks
     if num_cpu_blocks is None:
         num_most = num_blocks * (_MOST_CPU_BLOCKS if spec.device.type == "cuda" else 1)
-        num_cpu_blocks = min(num_most, host_pool_bytes(config) // block_bytes(spec))
+        num_cpu_blocks = min(num_most, host_pool_bytes(config) // spec.block_bytes)
     size = CacheSize(
         num_blocks=num_blocks,
         num_cpu_blocks=num_cpu_blocks,
-        block_bytes=block_bytes(spec),
+        block_bytes=spec.block_bytes,
         limits=config.scheduler.limits(),
         groups=spec.group_windows,
+        state_blocks=spec.state_blocks,
     )
-    num_host_blocks = num_cpu_blocks + (num_blocks if spec.device.type == "cpu" else 0)
+    num_host_blocks = num_cpu_blocks
+    if spec.device.type == "cpu":
+        num_host_blocks += num_blocks + config.max_num_seqs * spec.state_blocks
     _check_host_memory(num_host_blocks * size.block_bytes, num_neighbors)
     return size
 
@@ -205,7 +211,8 @@ def host_pool_bytes(config: EngineConfig) -> int:
 
 def _num_fitting_blocks(config: EngineConfig, spec: AttentionSpec, memory: int) -> int:
     """Return the blocks of a device pool that fit into memory and are of use."""
-    num_blocks = memory // block_bytes(spec)
+    state_bytes = config.max_num_seqs * spec.state_blocks * spec.block_bytes
+    num_blocks = max(memory - state_bytes, 0) // spec.block_bytes
     num_blocks -= num_staging(config, spec, num_blocks)
     num_groups = len(spec.group_windows)
     blocks_per_sequence = num_held_blocks(
@@ -214,16 +221,32 @@ def _num_fitting_blocks(config: EngineConfig, spec: AttentionSpec, memory: int) 
         block_size=config.cache.block_size,
         step_tokens=config.max_num_batched_tokens,
     )
+    # A snapshot of a state takes as many blocks as the state.
+    blocks_per_sequence += spec.state_blocks
     # Room for every row at its maximum length, and as much again for cached prefixes.
     num_blocks = min(num_blocks, 2 * config.max_num_seqs * blocks_per_sequence)
     if num_blocks < 2 * num_groups:
+        states = ""
+        if spec.states:
+            states = (
+                f" and {state_bytes} bytes for the states of {config.max_num_seqs} sequences "
+                f"({spec.state_bytes} bytes each)"
+            )
         raise DeviceError(
             f"Only {memory} bytes of {spec.device.type} memory are left for the KV cache, which "
-            f"needs at least {2 * num_groups} blocks of {block_bytes(spec)} bytes; use a smaller "
-            "model, more ranks, a lower --max-num-seqs or --max-num-batched-tokens, or a higher "
-            "--memory-fraction."
+            f"needs at least {2 * num_groups} blocks of {spec.block_bytes} bytes{states}; use a "
+            "smaller model, more ranks, a lower --max-num-seqs or --max-num-batched-tokens, or a "
+            "higher --memory-fraction."
         )
     return num_blocks
+
+
+def num_rows_with_states(spec: AttentionSpec, num_rows: int, free_bytes: int) -> int:
+    """Return how many of `num_rows` rows have room for their states in a part of free memory."""
+    row_bytes = spec.state_blocks * spec.block_bytes
+    if not row_bytes:
+        return num_rows
+    return max(1, min(num_rows, free_bytes // _STATE_PART // row_bytes))
 
 
 def _check_host_memory(rank_bytes: int, num_ranks: int) -> None:
@@ -275,5 +298,8 @@ def graph_sizes(
     if device.type != "cuda" or config.enforce_eager:
         return NO_GRAPHS
     decodes = graph_batch_sizes(config.max_num_seqs) if backend.supports_graph_capture else []
+    if config.model.has_states:
+        # Kernels that advance states by several tokens depend on the lengths of sequences.
+        return GraphSizes(decodes, [])
     max_tokens = min(config.max_graph_tokens, config.max_num_batched_tokens)
     return GraphSizes(decodes, piece_sizes(max_tokens))

@@ -14,7 +14,6 @@ from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pac
 from pagedray.sampling_params import SamplingParams
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
-from workers.runner.kv_cache import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +137,7 @@ class _Bench:
                 time.sleep(_POLL_S)
             best_s = min(best_s, time.perf_counter() - began_s)
             pending.output()
-        size = block_bytes(self._worker._spec)
+        size = self._worker._spec.block_bytes
         num_copied = sum(len(one) for one in copies)
         assert self._worker._runner is not None
         copier = self._worker._runner._cache._copier
@@ -189,7 +188,7 @@ class _Bench:
         while pending:
             pending.popleft().output()
         seconds = time.perf_counter() - began_s
-        num_bytes = num_copied * block_bytes(self._worker._spec)
+        num_bytes = num_copied * self._worker._spec.block_bytes
         return NUM_ROWS * self._num_steps / seconds, num_bytes / seconds / 1e9
 
     def close(self) -> None:

@@ -113,6 +113,7 @@ class RayRanks:
                 limits=limits,
                 # All ranks have the same layers.
                 groups=sizes[0].groups,
+                state_blocks=sizes[0].state_blocks,
             )
             blocks = cache.num_blocks, cache.num_cpu_blocks
             reports = self._call(_at("Allocating the KV cache"), "allocate_cache", blocks)

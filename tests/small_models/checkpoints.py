@@ -153,6 +153,8 @@ MULTIMODAL_TYPES = {
     "Gemma4": "gemma4",
     "Gemma4Unified": "gemma4_unified",
     "Mistral3": "mistral3",
+    "Qwen3_5": "qwen3_5",
+    "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen2_5_VL": "qwen2_5_vl",
     "Qwen3VL": "qwen3_vl",
 }
@@ -160,6 +162,8 @@ CONFIG_CLASSES = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }
 
 

@@ -80,6 +80,95 @@ MOE_CASES = (
         },
     ),
 )
+_LONG = {"max_position_embeddings": 1024}
+_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_DELTA_TYPES = ["linear_attention", "full_attention", "linear_attention"]
+HYBRID_CASES = (
+    Case(
+        name="lfm2-convolutions",
+        family="Lfm2",
+        has_tied_embeddings=True,
+        embedding_scale=0.3,
+        more=_LONG
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_multiple_of": 8,
+        },
+    ),
+    Case(
+        name="lfm2-moe",
+        family="Lfm2Moe",
+        more=_LONG
+        | _EXPERTS
+        | {"layer_types": ["conv", "conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    Case(
+        name="qwen3_5-delta-rules",
+        family="Qwen3_5",
+        more=_LONG
+        | _DELTA
+        | {"num_hidden_layers": 4, "layer_types": [*_DELTA_TYPES, "linear_attention"]},
+    ),
+    Case(
+        name="qwen3_5-moe",
+        family="Qwen3_5Moe",
+        more=_LONG
+        | _DELTA
+        | _EXPERTS
+        | {"layer_types": _DELTA_TYPES[1:] * 2, "shared_expert_intermediate_size": 40}
+        | {"num_hidden_layers": 4},
+    ),
+    Case(
+        name="qwen3-next",
+        family="Qwen3Next",
+        more=_LONG
+        | _DELTA
+        | _EXPERTS
+        | {
+            "layer_types": _DELTA_TYPES,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+    ),
+    Case(
+        name="qwen3_5-text",
+        family="Qwen3_5",
+        more=_LONG
+        | _DELTA
+        | {
+            "model_type": "qwen3_5_text",
+            "layer_types": _DELTA_TYPES,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    ),
+    Case(
+        name="qwen3_5-moe-text",
+        family="Qwen3_5Moe",
+        has_tied_embeddings=True,
+        more=_LONG
+        | _DELTA
+        | _EXPERTS
+        | {
+            "model_type": "qwen3_5_moe_text",
+            "layer_types": _DELTA_TYPES,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+)
+"""Models with recurrent layers, which have tests of their own."""
 _MORE_CASES = (
     Case(
         name="granite-multipliers",

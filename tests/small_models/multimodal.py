@@ -12,6 +12,8 @@ TEXT_TYPES = {
     "gemma4_unified": ("gemma4_unified_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",),
 }
 """The values of `model_type` of a multimodal model's text, by its own."""
@@ -36,6 +38,8 @@ _VISION: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8},
     "mistral3": _LLAVA_SHAPE | {"model_type": "pixtral", "head_dim": 16},
     "qwen2_5_vl": _QWEN_SHAPE,
+    "qwen3_5": _QWEN_SHAPE | {"num_position_embeddings": 16},
+    "qwen3_5_moe": _QWEN_SHAPE | {"num_position_embeddings": 16},
     "qwen3_vl": _QWEN_SHAPE | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 }
 _AUDIO: dict[str, dict[str, Any]] = {

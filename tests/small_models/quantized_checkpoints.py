@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +106,20 @@ def save_replaced(
     target: Path,
     replaced: Callable[[str, torch.Tensor], dict[str, torch.Tensor]],
     config: dict[str, Any] | None = None,
+    kept: Sequence[str] = (),
 ) -> None:
     """Write the checkpoint with other tensors for the weight of each layer's matrix.
 
-    `replaced` gets a layer's name and weight; `config` is the `quantization_config`.
+    `replaced` gets a layer's name and weight; `config` is the `quantization_config`. Layers whose
+    names end with one of `kept` stay as they are.
     """
     shutil.copytree(folder, target)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if tensor.dim() == 2 and "embed" not in name and "lm_head" not in name:
-            tensors |= replaced(name.removesuffix(".weight"), tensor)
+        layer = name.removesuffix(".weight")
+        is_kept = any(layer.endswith(f".{one}") for one in kept)
+        if tensor.dim() == 2 and "embed" not in name and "lm_head" not in name and not is_kept:
+            tensors |= replaced(layer, tensor)
         else:
             tensors[name] = tensor
     save_file(
@@ -130,7 +134,9 @@ def save_replaced(
     path.write_text(json.dumps(values))
 
 
-def save_fp8_blocks(folder: Path, quantized: Path, dequantized: Path, block: int) -> None:
+def save_fp8_blocks(
+    folder: Path, quantized: Path, dequantized: Path, block: int, *, kept: Sequence[str] = ()
+) -> None:
     """Write the checkpoint as Qwen's and DeepSeek's in fp8 are, and with what it stands for."""
 
     def both(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,6 +159,12 @@ def save_fp8_blocks(folder: Path, quantized: Path, dequantized: Path, block: int
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [block, block],
+        "modules_to_not_convert": list(kept),
     }
-    save_replaced(folder, quantized, stored, config)
-    save_replaced(folder, dequantized, lambda name, weight: {f"{name}.weight": both(weight)[2]})
+    save_replaced(folder, quantized, stored, config, kept)
+    save_replaced(
+        folder,
+        dequantized,
+        lambda name, weight: {f"{name}.weight": both(weight)[2]},
+        kept=kept,
+    )

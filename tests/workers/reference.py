@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from attention.abstract import AttentionBatch
+from attention.abstract import AttentionBatch, AttentionSpec
 from attention.cpu.torch_sdpa import TorchSDPABackend
+from attention.kernels.arguments import Segments
 from attention.params import storage_dtype
 from pagedray.config import EngineConfig
 from pagedray.model_config import Dtype
 from tests.small_models.multimodal import TEXT_TYPES, multimodal_config, transformers_class
 from tests.workers.reference_cases import CASES
+from workers.layers.recurrent import StepStates
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import CachedAttention, attention_spec
@@ -82,6 +84,8 @@ def _make_model(name: str) -> Any:  # Any: transformers has no types
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.normal_(0.9, 0.2)
+            elif name.endswith("expert_bias"):
+                buffer.normal_(0.0, 0.3)
     return model
 
 
@@ -100,7 +104,7 @@ def reference_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.
         experts_implementation="eager",
     )
     with torch.inference_mode():
-        logits: torch.Tensor = model(token_ids()[None]).logits[0]
+        logits: torch.Tensor = model(token_ids()[None], use_cache=False).logits[0]
     return logits.float()
 
 
@@ -121,20 +125,46 @@ def loaded_model(
     return model
 
 
+class RowStates:
+    """The states of the sequence in one row; the states of other rows are NaN."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        num_bytes = spec.state_blocks * spec.block_bytes
+        states = torch.full((3, num_bytes), 0xFF, dtype=torch.uint8)
+        states[1] = 0
+        self._layers = spec.state_views(states)
+
+    def of_step(self, num_tokens: int) -> StepStates | None:
+        """Return the states of a step of these tokens, or None if the model has no states."""
+        if not self._layers:
+            return None
+        starts, rows = torch.tensor([0, num_tokens]).int(), torch.tensor([1]).int()
+        segments = Segments(query_starts=starts, rows=rows, max_query_len=num_tokens)
+        return StepStates(segments, self._layers)
+
+
 @torch.inference_mode()
 def run(
     model: Decoder,
     group: ParallelGroup,
     steps: tuple[int, ...] = (NUM_TOKENS,),
     logits_indices: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits of the last step, after steps of these numbers of tokens."""
+    """Return the logits of the last step, after steps of these numbers of tokens.
+
+    The tokens are `ids`, `[num_tokens]` int64, or else `token_ids`.
+    """
+    ids = token_ids() if ids is None else ids
+    num_blocks = -(-len(ids) // BLOCK_SIZE)
     spec = attention_spec(model.config, group, block_size=BLOCK_SIZE, device=CPU).grouped()
     builder = TorchSDPABackend.make_metadata_builder(spec)
     num_groups = len(spec.group_windows)
-    cache = torch.zeros(9 * num_groups, *spec.block_shape, dtype=storage_dtype(spec.cache_dtype))
-    table = np.array([[5, 2, 7, 1, 3, 8]], dtype=np.int32)
-    ids, first = token_ids(), 0
+    shape = num_groups * (num_blocks + 1), *spec.block_shape
+    cache = torch.zeros(shape, dtype=storage_dtype(spec.cache_dtype))
+    order = np.random.default_rng(num_blocks).permutation(num_blocks + 1)
+    table, first = order[None, :num_blocks].astype(np.int32), 0
+    states = RowStates(spec)
     for size in steps:
         positions = np.arange(first, first + size)
         batches = [
@@ -146,13 +176,13 @@ def run(
                 slot_mapping=blocks[0][positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
                 + positions % BLOCK_SIZE,
             )
-            for blocks in (table + 9 * index for index in range(num_groups))
+            for blocks in (table + (num_blocks + 1) * index for index in range(num_groups))
         ]
         batch = replace(batches[0], other_groups=tuple(batches[1:]))
         hidden = model.forward(
             ids[first : first + size],
             torch.from_numpy(positions),
-            CachedAttention(cache, builder.build(batch)),
+            CachedAttention(cache, builder.build(batch), states.of_step(size)),
             logits_indices,
         )
         first += size

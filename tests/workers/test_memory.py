@@ -27,7 +27,6 @@ from workers.memory_profile import (
 )
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
-from workers.runner.kv_cache import block_bytes
 from workers.runner.model_runner import ModelRunner
 
 GIB = 2**30
@@ -46,7 +45,7 @@ def gpu_cache_size(num_fitting: int, options: EngineOptions) -> CacheSize:
     spec = attention_spec(
         config.model, SoloGroup(), block_size=16, device=torch.device("cuda"), max_seq_len=256
     )
-    num_bytes = num_fitting * block_bytes(spec)
+    num_bytes = num_fitting * spec.block_bytes
     return cache_size(config, spec, free_bytes=lambda: num_bytes, num_neighbors=1)
 
 
@@ -189,7 +188,7 @@ def test_attention_reads_what_the_cache_has_of_a_token(tmp_path: Path) -> None:
     found = {work.window: work for work in attention_work(spec, model.config.cache_indices)}
     assert set(found) == {layer.sliding_window for layer in spec.layers}
     assert len(found) == 2
-    assert sum(one.token_bytes for one in found.values()) * BLOCK_SIZE == block_bytes(spec)
+    assert sum(one.token_bytes for one in found.values()) * BLOCK_SIZE == spec.block_bytes
     heads = model.config.num_heads * model.config.head_size
     # Multiplication and addition, of a query with a key and of a weight with a value.
     assert sum(one.pair_flop for one in found.values()) == 2 * 2 * heads * len(spec.layers)
@@ -201,7 +200,7 @@ def test_layers_that_read_an_earlier_layer_read_as_much(tmp_path: Path) -> None:
     spec = attention_spec(config, SoloGroup(), block_size=BLOCK_SIZE, device=CPU)
     assert config.cache_indices == (0, 1, 2, 2, 1, 1)
     found = {one.window: one.token_bytes for one in attention_work(spec, config.cache_indices)}
-    assert found == dict.fromkeys((None, 17), block_bytes(spec) / BLOCK_SIZE)
+    assert found == dict.fromkeys((None, 17), spec.block_bytes / BLOCK_SIZE)
 
 
 def test_this_device_is_measured(tmp_path: Path) -> None:

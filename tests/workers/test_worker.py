@@ -28,7 +28,6 @@ from tests.system.server_process import TINY_LLAMA
 from workers.decoder_worker import DecoderWorker
 from workers.models.decoder import Decoder
 from workers.parallel.group import SoloGroup
-from workers.runner.kv_cache import block_bytes
 
 _LIMITS = StepLimits(max_num_seqs=8)
 
@@ -60,7 +59,7 @@ def test_worker_reports_the_backend_that_was_chosen(worker: DecoderWorker) -> No
 
 
 def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> None:
-    num_blocks = 2**30 // block_bytes(worker._spec)
+    num_blocks = 2**30 // worker._spec.block_bytes
     before = psutil.Process().memory_info().rss
     worker.allocate_cache(num_blocks, num_blocks)
     assert psutil.Process().memory_info().rss - before < 2**27
@@ -74,7 +73,7 @@ def test_pools_larger_than_the_memory_of_the_node_are_rejected(num_ranks: int, n
     group.num_neighbors = num_ranks
     options = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
     config = engine_config(TINY_LLAMA, options)
-    size = block_bytes(DecoderWorker(config, SoloGroup())._spec)
+    size = DecoderWorker(config, SoloGroup())._spec.block_bytes
     # Each rank's pool takes a little more than its part.
     num_blocks = int(host_memory_bytes() / size / num_ranks * 1.01)
     config = engine_config(TINY_LLAMA, replace(options, num_cpu_blocks=num_blocks))

@@ -10,8 +10,9 @@ import torch
 
 from attention.kernels.arguments import ExpertWeights
 from pagedray.model_config import ExpertsConfig
-from pagedray.weight_format import MXFP4_BLOCK_SIZE
+from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.activation import clamped_gate
+from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_choice import make_linear_kernel
 from workers.layers.weight import Layer, Placement, WeightShard
@@ -31,6 +32,7 @@ __all__ = [
     "LinearExperts",
     "Mxfp4Experts",
     "Router",
+    "SigmoidRouter",
     "StackedExperts",
     "make_expert_product",
     "product_class",
@@ -48,7 +50,7 @@ class ExpertProduct(ABC):
         """Allocate the weights of a rank's part."""
 
     @abstractmethod
-    def gate_up(self, expert: int) -> torch.Tensor | Mxfp4Matrix:
+    def gate_up(self, expert: int) -> torch.Tensor | Mxfp4Matrix | Fp8Weight:
         """Return where the gate and up projection of the rank's expert of this index are loaded.
 
         The shape is `[2 * intermediate_size, hidden_size]`.
@@ -59,7 +61,7 @@ class ExpertProduct(ABC):
         """Return where their biases are loaded, `[2 * intermediate_size]`."""
 
     @abstractmethod
-    def down(self, expert: int) -> torch.Tensor | Mxfp4Matrix:
+    def down(self, expert: int) -> torch.Tensor | Mxfp4Matrix | Fp8Weight:
         """Return where its down projection is loaded, `[hidden_size, intermediate_size]`."""
 
     @abstractmethod
@@ -237,6 +239,8 @@ class ExpertPart:
     dtype: torch.dtype
     """Of the rows that are multiplied."""
     device: torch.device
+    fp8: Fp8Format | None = None
+    """How weights are stored in fp8; None otherwise."""
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:
@@ -339,6 +343,48 @@ class Router(Layer):
         return self._kernel.work(*self._shape)
 
 
+class SigmoidRouter(Router):
+    """Chooses the experts of the highest sigmoids; a bias may take part in the choice alone."""
+
+    def __init__(
+        self,
+        name: str,
+        bias_name: str,
+        experts: ExpertsConfig,
+        place: Placement,
+        *,
+        hidden_size: int,
+    ) -> None:
+        super().__init__(name, None, experts, place, hidden_size=hidden_size)
+        self._bias_name = bias_name
+        self._scale, self._sum_eps = experts.weight_scale, experts.sum_eps
+        self._bias = None
+        if experts.has_choice_bias:
+            self._bias = torch.empty(experts.num_experts, dtype=torch.float32, device=place.device)
+
+    def __call__(self, x: torch.Tensor) -> Choice:
+        scores = self._kernel(x).sigmoid().float()
+        biased = scores if self._bias is None else scores + self._bias
+        experts = biased.topk(self._num_chosen, dim=1).indices
+        weights = scores.gather(1, experts)
+        if self._is_renormalized:
+            weights = weights / (weights.sum(1, keepdim=True) + self._sum_eps)
+        if experts.is_cuda:
+            experts = experts.int()
+        return Choice(experts, weights * self._scale)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield from super().weight_shards()
+        if self._bias is not None:
+            yield WeightShard(
+                name=self._bias_name,
+                shape=tuple(self._bias.shape),
+                part=(slice(None),),
+                target=self._bias,
+                dummy=0.0,
+            )
+
+
 class Mxfp4Experts(StackedExperts):
     """Experts with weights in mxfp4, dequantized in registers; rows are bfloat16."""
 
@@ -372,22 +418,26 @@ class Mxfp4Experts(StackedExperts):
 
 
 class DequantizedExperts(ExpertProduct):
-    """Experts with weights in mxfp4 that are dequantized when they are loaded."""
+    """Experts with weights in mxfp4 or fp8 that are dequantized when they are loaded."""
 
     def __init__(self, part: ExpertPart) -> None:
+        def stored(shape: tuple[int, int]) -> Mxfp4Matrix | Fp8Weight:
+            if part.fp8 is None:
+                return Mxfp4Matrix.empty(*shape, device=part.device)
+            return Fp8Weight(part.fp8, *shape, device=part.device)
+
         self._plain = _plain_class(part.device)(part)
         self._gate_up, self._down = (
-            [Mxfp4Matrix.empty(*shape, device=part.device) for _ in part.experts]
-            for shape in (part.gate_up_shape, part.down_shape)
+            [stored(shape) for _ in part.experts] for shape in (part.gate_up_shape, part.down_shape)
         )
 
-    def gate_up(self, expert: int) -> Mxfp4Matrix:
+    def gate_up(self, expert: int) -> Mxfp4Matrix | Fp8Weight:
         return self._gate_up[expert]
 
     def gate_up_bias(self, expert: int) -> torch.Tensor | None:
         return self._plain.gate_up_bias(expert)
 
-    def down(self, expert: int) -> Mxfp4Matrix:
+    def down(self, expert: int) -> Mxfp4Matrix | Fp8Weight:
         return self._down[expert]
 
     def down_bias(self, expert: int) -> torch.Tensor | None:
@@ -406,12 +456,18 @@ class DequantizedExperts(ExpertProduct):
                 (self._plain.gate_up(expert), self._gate_up.pop()),
                 (self._plain.down(expert), self._down.pop()),
             ):
-                target.copy_(dequantized_mxfp4(stored, target.dtype))
+                if isinstance(stored, Mxfp4Matrix):
+                    target.copy_(dequantized_mxfp4(stored, target.dtype))
+                else:
+                    stored.finalize()
+                    target.copy_(stored.dequantized(target.dtype))
         self._plain.finalize()
 
 
 def make_expert_product(part: ExpertPart) -> ExpertProduct:
     """Return the product for the stored weights, the dtype of rows and the device."""
+    if part.fp8 is not None:
+        return DequantizedExperts(part)
     return product_class(part.config, dtype=part.dtype, device=part.device)(part)
 
 

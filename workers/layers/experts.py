@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.errors import CheckpointError
 from pagedray.rank_roofline import WeightWork
-from pagedray.weight_format import MXFP4_BLOCK_SIZE
+from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.expert_product import (
     ExpertPart,
     ExpertProduct,
     Router,
+    SigmoidRouter,
     make_expert_product,
 )
+from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import BLOCK_BYTES, Mxfp4Matrix
-from workers.layers.weight import Layer, Placement, WeightShard, part_of
+from workers.layers.linear import ColumnParallelLinear, Columns
+from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedray.model_config import ExpertsConfig, TensorNames
+    from pagedray.weight_format import Quantization
     from workers.layers.mlp import MLP
-    from workers.parallel.group import ParallelGroup
 
 __all__ = ["ExpertLayer"]
 
@@ -50,18 +54,17 @@ class ExpertLayer(Layer):
         shared: MLP | None,
     ) -> None:
         """`shared` is an MLP that every token passes."""
+        self._shared_gate = None
+        if experts.has_shared_gate:
+            columns = Columns(name=f"{prefix}.{names.shared_gate}", total=1, part=slice(0, 1))
+            self._shared_gate = ColumnParallelLinear(hidden_size, [columns], place, has_bias=False)
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
         self._hidden_size = hidden_size
         self._group = place.group
         self._shared = shared
-        self._tensors = ExpertTensors(
-            prefix, names, experts, hidden_size=hidden_size, group=place.group
-        )
-        factors = None if names.expert_scales is None else f"{prefix}.{names.expert_scales}"
-        self._router = Router(
-            f"{prefix}.{names.router}", factors, experts, place, hidden_size=hidden_size
-        )
+        self._tensors = ExpertTensors(prefix, names, experts, hidden_size=hidden_size, place=place)
+        self._router = _make_router(prefix, names, experts, place, hidden_size)
         self._product = make_expert_product(
             ExpertPart(
                 config=experts,
@@ -69,6 +72,7 @@ class ExpertLayer(Layer):
                 hidden_size=hidden_size,
                 intermediate_size=self._tensors.intermediate_size,
                 has_output_bias=self._tensors.has_output_bias,
+                fp8=self._tensors.fp8,
                 dtype=place.dtype,
                 device=place.device,
             )
@@ -81,15 +85,20 @@ class ExpertLayer(Layer):
     def partial(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's part of the output. The router reads its own input, if it has one."""
         out = self._product(x, self._router(x if router_input is None else router_input))
-        if self._shared is not None:
-            out.add_(self._shared.partial(x))
-        return out
+        if self._shared is None:
+            return out
+        shared = self._shared.partial(x)
+        if self._shared_gate is not None:
+            shared.mul_(self._shared_gate(x).sigmoid())
+        return out.add_(shared)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from self._router.weight_shards()
         yield from self._tensors.weight_shards(self._product)
         if self._shared is not None:
             yield from self._shared.weight_shards()
+        if self._shared_gate is not None:
+            yield from self._shared_gate.weight_shards()
 
     def weight_work(self) -> WeightWork:
         tensors = self._tensors
@@ -101,13 +110,43 @@ class ExpertLayer(Layer):
             # Gate, up and down projection.
             row_flop=self._num_chosen * part * 3 * 2.0 * size,
         )
-        return work if self._shared is None else work + self._shared.weight_work()
+        others = (self._shared, self._shared_gate)
+        return sum((layer.weight_work() for layer in others if layer is not None), work)
 
     def finalize(self) -> None:
         self._router.finalize()
         self._product.finalize()
         if self._shared is not None:
             self._shared.finalize()
+        if self._shared_gate is not None:
+            self._shared_gate.finalize()
+
+
+def _make_router(
+    prefix: str, names: TensorNames, experts: ExpertsConfig, place: Placement, hidden_size: int
+) -> Router:
+    name = f"{prefix}.{names.router}"
+    if experts.has_sigmoid_scores:
+        bias_name = f"{prefix}.{names.router_bias}"
+        return SigmoidRouter(name, bias_name, experts, place, hidden_size=hidden_size)
+    factors = None if names.expert_scales is None else f"{prefix}.{names.expert_scales}"
+    return Router(name, factors, experts, place, hidden_size=hidden_size)
+
+
+def _fp8_format(prefix: str, names: TensorNames, quantization: Quantization) -> Fp8Format | None:
+    """Return the format of weights in fp8, or None for plain weights. Raises CheckpointError."""
+    tensors = [f"{prefix}.{name}" for name in (*names.expert_input, names.expert_output)]
+    layers = [name.format(0).removesuffix(".weight") for name in tensors]
+    format = quantization.format_of(layers)
+    if format is None:
+        return None
+    assert isinstance(format, Fp8Format)
+    if tensors[0].format(0) == tensors[0]:
+        raise CheckpointError(
+            f"{layers[0]} is a stack of experts in fp8, which is not supported; use a checkpoint "
+            "with tensors of single experts."
+        )
+    return format
 
 
 class ExpertTensors:
@@ -123,9 +162,14 @@ class ExpertTensors:
         config: ExpertsConfig,
         *,
         hidden_size: int,
-        group: ParallelGroup,
+        place: Placement,
     ) -> None:
+        group = place.group
         self._prefix = prefix
+        self.fp8 = None
+        """The format of weights in fp8, or None."""
+        if place.quantization is not None:
+            self.fp8 = _fp8_format(prefix, names, place.quantization)
         self._names = names
         self._config = config
         self._hidden_size = hidden_size
@@ -154,8 +198,9 @@ class ExpertTensors:
         index = self._index_of(expert)
         for number, (name, total, columns) in enumerate(self._input_columns()):
             rows = slice(number * size, (number + 1) * size)
-            target = None if index is None else product.gate_up(index)[rows]
-            yield from self._matrix(name, expert, (total, hidden_size), (columns, _ALL), target)
+            target = None if index is None else product.gate_up(index)
+            shape, part = (total, hidden_size), (columns, _ALL)
+            yield from self._matrix(name, expert, shape, part, target, rows)
             if self._config.has_bias:
                 name = f"{self._prefix}.{self._names.expert_input_bias}"
                 biases = None if index is None else product.gate_up_bias(index)
@@ -170,6 +215,7 @@ class ExpertTensors:
             (self._hidden_size, self._config.intermediate_size),
             (_ALL, self._part),
             None if index is None else product.down(index),
+            _ALL,
         )
         if self._config.has_bias:
             name = f"{self._prefix}.{self._names.expert_output_bias}"
@@ -199,15 +245,25 @@ class ExpertTensors:
         expert: int,
         shape: tuple[int, int],
         part: tuple[slice, slice],
-        target: torch.Tensor | Mxfp4Matrix | None,
+        target: torch.Tensor | Mxfp4Matrix | Fp8Weight | None,
+        rows: slice,
     ) -> Iterator[WeightShard]:
-        """Yield the tensors of `[out_size, in_size]`; without a target the rank has no part."""
+        """Yield the tensors of `[out_size, in_size]`, which are loaded to rows of a target.
+
+        Without a target the rank has no part.
+        """
+        own_name = name.format(expert)
+        if self.fp8 is not None:
+            assert target is None or isinstance(target, Fp8Weight)
+            yield from self._fp8_matrix(own_name, shape, part, target, rows)
+            return
+        assert not isinstance(target, Fp8Weight)
+        target = None if target is None else target[rows]
         if self._config.is_mxfp4:
             assert not isinstance(target, torch.Tensor)
             yield from self._mxfp4_matrix(name, expert, shape, part, target)
             return
         assert not isinstance(target, Mxfp4Matrix)
-        own_name = name.format(expert)
         if own_name == name:
             if self._names.are_experts_transposed:
                 shape, part = (shape[1], shape[0]), (part[1], part[0])
@@ -217,6 +273,21 @@ class ExpertTensors:
         if target is None:
             part, target = (slice(0), slice(0)), torch.empty(0, 0)
         yield WeightShard(name=own_name, shape=shape, part=part, target=target)
+
+    def _fp8_matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        part: tuple[slice, slice],
+        target: Fp8Weight | None,
+        rows: slice,
+    ) -> Iterator[WeightShard]:
+        assert self.fp8 is not None
+        if target is None:
+            target = Fp8Weight(self.fp8, 0, 0, device=torch.device("cpu"))
+            part, rows = (slice(0), slice(0)), slice(0)
+        source = MatrixPart(name=name.removesuffix(".weight"), shape=shape, part=part)
+        yield from target.weight_shards(source, rows)
 
     def _mxfp4_matrix(
         self,

@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and an MLP or experts, with their norms.
+"""One layer of a decoder: attention or recurrence, and an MLP or experts, with their norms.
 
 `DecoderLayer` is the plain definition. `workers.models.fused_layers` runs the same weights with
 kernels that do several of these operations at once.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from workers.layers.experts import ExpertLayer
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
 from workers.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
+from workers.layers.recurrent import RecurrentLayer, make_recurrent
 from workers.layers.weight import CompositeLayer, Layer, Placement
 from workers.models.self_attention import DecoderSelfAttention, StepAttention
 
@@ -52,7 +53,7 @@ class DecoderLayer(CompositeLayer):
             return make_norm(f"{prefix}.{name}", config, place)
 
         self.attention_norm = norm(names.attention_norm)
-        self.attention = DecoderSelfAttention(prefix, config, index, place)
+        self.attention = _make_mixer(prefix, config, index, place)
         self.attention_post_norm = norm(names.attention_post_norm)
         self.mlp_norm = norm(names.mlp_norm)
         self.mlp = _make_mlp(prefix, config, index, place)
@@ -124,6 +125,15 @@ class ParallelDecoderLayer(DecoderLayer):
 def normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
     """Return the norm of the stream, or the stream without a norm."""
     return x if norm is None else norm(x)
+
+
+def _make_mixer(
+    prefix: str, config: ModelConfig, layer_index: int, place: Placement
+) -> DecoderSelfAttention | RecurrentLayer:
+    """Return the attention of a layer, or the recurrent layer in its place."""
+    if config.is_recurrent(layer_index):
+        return make_recurrent(prefix, config, layer_index, place)
+    return DecoderSelfAttention(prefix, config, layer_index, place)
 
 
 def _make_mlp(

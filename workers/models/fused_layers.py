@@ -17,6 +17,7 @@ from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary
 from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP
+from workers.layers.recurrent import RecurrentLayer
 from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from workers.models.fused_norm import Delta, FusedNorm, NormedDelta, Rows
 from workers.models.scaled_layer import ScaledDecoderLayer
@@ -194,6 +195,37 @@ class FusedAttention:
         return attention.attend_selected(self._attention.layer, query, key, value)
 
 
+class FusedRecurrence:
+    """A recurrent layer in place of attention: its projections read rows as they are."""
+
+    def __init__(self, layer: RecurrentLayer) -> None:
+        self._layer = layer
+
+    def accepts_quantized(self, num_rows: int) -> bool:
+        """Return False."""
+        del num_rows
+        return False
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return False."""
+        del num_rows
+        return False
+
+    def heads(self, x: Rows, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
+        """Return the input of the output projection, `[num_tokens, columns of this rank]`."""
+        del rotation
+        assert isinstance(x, torch.Tensor)
+        return self._layer.heads(x, attention)
+
+    def forward_residual(self, stream: torch.Tensor, heads: torch.Tensor) -> Delta:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        return self._layer.output.kernel.forward_residual(stream, heads)
+
+    def partial(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the output, `[num_tokens, hidden_size]`."""
+        return self._layer.output.kernel(heads)
+
+
 class FusedMLP:
     """An MLP that reads `Rows`, and adds its output to the residual stream."""
 
@@ -274,7 +306,11 @@ class FusedLayer:
         before = _summed_by_norm(layer, group)
         after = group if layer.attention_post_norm is None else None
         self.attention_norm = FusedNorm(layer.attention_norm, sums_over=before, overlaps=overlaps)
-        self.attention = FusedAttention(layer.attention, is_last=is_last)
+        self.attention: FusedAttention | FusedRecurrence
+        if isinstance(layer.attention, RecurrentLayer):
+            self.attention = FusedRecurrence(layer.attention)
+        else:
+            self.attention = FusedAttention(layer.attention, is_last=is_last)
         self._mlp_norm = FusedNorm(layer.mlp_norm, sums_over=after, overlaps=overlaps)
         self.mlp = FusedMLP(layer.mlp) if isinstance(layer.mlp, MLP) else FusedExperts(layer.mlp)
         self._post_norms = tuple(
@@ -400,8 +436,9 @@ class FusedLayers:
         )
         self._group = group
         self._has_batches = _has_two_batches(layers, config, group)
-        self._num_cached = max(config.cached_layers) + 1
-        """Number of layers up to the last one with keys and values."""
+        recurrent = config.recurrent.layers if config.recurrent is not None else ()
+        self._num_cached = max(*config.cached_layers, *recurrent, 0) + 1
+        """Number of layers up to the last one with keys and values, or a state."""
 
     def run(
         self,
@@ -495,6 +532,7 @@ class FusedLayers:
         for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             self._group.progress.enter(Phase.LAYER, index)
             is_last = layer is self.layers[-1]
+            assert isinstance(layer.attention, FusedAttention)
             batches = map(layer.attention_rows, streams, deltas)
             heads = layer.attention.heads_of_batches(
                 batches,
@@ -558,8 +596,8 @@ def _has_two_batches(
 ) -> bool:
     """Return whether steps of two batches may be faster.
 
-    Experts would be read twice, norms of outputs need whole sums, and other formats than fp8 would
-    be dequantized for each half.
+    Experts would be read twice, norms of outputs need whole sums, other formats than fp8 would be
+    dequantized for each half, and a state needs the tokens of a sequence in order.
     """
     is_read_once = config.quantization is None or config.quantization.is_fp8
     return (
@@ -567,6 +605,7 @@ def _has_two_batches(
         and is_read_once
         and all(
             not isinstance(layer, ParallelDecoderLayer)
+            and isinstance(layer.attention, DecoderSelfAttention)
             and isinstance(layer.mlp, MLP)
             and layer.residual_scale == 1.0
             and layer.attention_norm is not None

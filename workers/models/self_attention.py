@@ -19,6 +19,7 @@ from attention.layer import Attention
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.norm import QKNorm, WholeQKNorm
+from workers.layers.recurrent import StepStates, layer_states
 from workers.layers.rope import Rotation
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
 
@@ -75,14 +76,16 @@ def attention_spec(
 ) -> AttentionSpec:
     """Return what the attention backend must support on this rank.
 
-    Layers that read the keys and values of an earlier layer have the entry of that layer.
+    Layers that read the keys and values of an earlier layer have the entry of that layer. If all
+    layers are recurrent, the blocks of the cache are those of a layer that does not exist.
     """
     return AttentionSpec(
-        layers=tuple(attention_params(config, i, group) for i in config.cached_layers),
+        layers=tuple(attention_params(config, i, group) for i in config.cached_layers or (0,)),
         dtype=getattr(torch, config.dtype),
         device=device,
         block_size=block_size,
         max_seq_len=max_seq_len,
+        states=layer_states(config, group),
     )
 
 
@@ -105,6 +108,7 @@ class DecoderSelfAttention(CompositeLayer):
         self.head_size = size
         self.query_size = params.num_heads * size
         self.kv_size = num_kv_heads * size
+        self._gate_size = self.query_size if config.has_attention_gate else 0
         self.rotated_size = self._num_rotated * size
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -161,6 +165,16 @@ class DecoderSelfAttention(CompositeLayer):
         `qkv` is what the product `qkv` returns, and may change. Without a rotation, its queries
         and keys are already rotated.
         """
+        if self._gate_size:
+            qkv, gate = qkv.split((qkv.shape[1] - self._gate_size, self._gate_size), dim=1)
+            if isinstance(attention, SelectedAttention):
+                gate = gate.index_select(0, attention.indices)
+            return self._attend(qkv, rotation, attention).mul_(gate.sigmoid())
+        return self._attend(qkv, rotation, attention)
+
+    def _attend(
+        self, qkv: torch.Tensor, rotation: Rotation | None, attention: StepAttention
+    ) -> torch.Tensor:
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
         # Queries and keys are adjacent, so that one call norms and one rotates both.
@@ -214,8 +228,8 @@ def qkv_columns(
 ) -> list[Columns]:
     """Return the columns of this rank's heads: all queries, then all keys, then all values.
 
-    KV heads are replicated if there are more ranks than KV heads. A layer without keys and values
-    of its own has queries alone.
+    Gates of queries follow. KV heads are replicated if there are more ranks than KV heads. A layer
+    without keys and values of its own has queries alone.
     """
     names = [f"{prefix}.{name}" for name in config.names.qkv]
     if config.names.is_qkv_by_head:
@@ -227,12 +241,30 @@ def qkv_columns(
     first = group.rank * num_kv_heads // group.size * size
     key_value = slice(first, first + max(1, num_kv_heads // group.size) * size)
     query = query_size, part_of(query_size, group)
+    if config.has_attention_gate:
+        queries, gates = _gated_queries(names[0], config, group)
+        others = columns_of(names[1:], [(kv_size, key_value)] * 2)
+        return [*queries, *others, *gates]
     if heads.source is not None:
         return columns_of(names[:1], [query])
     if heads.has_key_values:
         # The columns of keys, twice: a kernel norms all heads, keys with a weight.
         names[2] = names[1]
     return columns_of(names, [query, (kv_size, key_value), (kv_size, key_value)])
+
+
+def _gated_queries(
+    name: str, config: ModelConfig, group: ParallelGroup
+) -> tuple[list[Columns], list[Columns]]:
+    """Return the columns of queries and of gates in a tensor `[num_heads, 2, head_size]`."""
+    size, heads = config.head_size, part_of(config.num_heads, group)
+    total = 2 * config.num_heads * size
+
+    def columns(kind: int) -> list[Columns]:
+        firsts = [(2 * head + kind) * size for head in range(heads.start, heads.stop)]
+        return [Columns(name=name, total=total, part=slice(i, i + size)) for i in firsts]
+
+    return columns(0), columns(1)
 
 
 def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
@@ -332,6 +364,9 @@ class StepAttention(ABC):
     step.
     """
 
+    states: StepStates | None = None
+    """The states of recurrent layers, if there are any."""
+
     def __init__(self) -> None:
         self._sources: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         """Keys and values by the index of their layer in the cache."""
@@ -400,10 +435,16 @@ class CachedAttention(StepAttention):
     With an empty cache it attends over those of the step alone: all sequences are whole prompts.
     """
 
-    def __init__(self, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> None:
+    def __init__(
+        self,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        states: StepStates | None = None,
+    ) -> None:
         super().__init__()
         self._kv_cache = kv_cache
         self._metadata = metadata
+        self.states = states
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
         index = layer.layer_index

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from attention.kernels.arguments import Segments
 from pagedray.rank_progress import Phase
+from workers.layers.recurrent import StepStates
 from workers.models.self_attention import CachedAttention
 from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
 _MAX_BATCH_SIZE = 512
+_NO_ROW = -1
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -52,11 +55,18 @@ class DecodeGraphs(StepGraphs[_Graph]):
         """`sizes` are the batch sizes to capture, ascending."""
         super().__init__(setup, sizes)
         self._state = backend.get_state_cls()(spec)
+        device = setup.model.device
+        self._rows = torch.full((sizes[-1],), _NO_ROW, dtype=torch.int32, device=device)
+        """The row of each token, whose state the graphs advance."""
+        self._starts = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
         _, graph = self._capture_for(num_tokens)
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
+        if inputs.segments is not None:
+            self._rows[:num_tokens].copy_(inputs.segments.rows)
+            self._rows[num_tokens:].fill_(_NO_ROW)
         self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()
         hidden = graph.hidden[:num_tokens]
@@ -71,6 +81,14 @@ class DecodeGraphs(StepGraphs[_Graph]):
     def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
         return (len(inputs.token_ids),)
 
+    def _attention(self, size: int, metadata: AttentionMetadata) -> CachedAttention:
+        if not self._states:
+            return CachedAttention(self._kv_cache, metadata)
+        segments = Segments(
+            query_starts=self._starts[: size + 1], rows=self._rows[:size], max_query_len=1
+        )
+        return CachedAttention(self._kv_cache, metadata, StepStates(segments, self._states))
+
     def _capture(self, size: int) -> _Graph:
         with self._state.graph_capture(size):
             return self._captured(size)
@@ -78,13 +96,13 @@ class DecodeGraphs(StepGraphs[_Graph]):
     def _trace(self, size: int) -> None:
         with self._state.graph_capture(size):
             metadata = self._state.graph_capture_get_metadata_for_batch(size)
-            attention = CachedAttention(self._kv_cache, metadata)
+            attention = self._attention(size, metadata)
             with dropped_capture(self._stream):
                 self._model.forward(self._token_ids[:size], self._positions[:size], attention, None)
 
     def _captured(self, size: int) -> _Graph:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
-        attention = CachedAttention(self._kv_cache, metadata)
+        attention = self._attention(size, metadata)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
 
         def run() -> torch.Tensor:

@@ -13,6 +13,7 @@ from attention.abstract import (
     AttentionMetadataBuilder,
     AttentionState,
 )
+from workers.layers.recurrent import StepStates
 from workers.models.self_attention import CachedAttention, SelectedAttention
 
 if TYPE_CHECKING:
@@ -44,9 +45,14 @@ class ForwardPass:
         decode_graphs: DecodeGraphs | None = None,
         piece_graphs: PieceGraphs | None = None,
         sampled_attention: SampledAttention | None = None,
+        states: tuple[tuple[torch.Tensor, ...], ...] = (),
     ) -> None:
-        """A step that no graphs can replay runs eagerly, with `sampled_attention` if given."""
+        """A step that no graphs can replay runs eagerly, with `sampled_attention` if given.
+
+        `states` are those of all rows, by recurrent layer.
+        """
         self._model = model
+        self._states = states
         self._kv_cache = kv_cache
         self._builder = builder
         self._state = state
@@ -95,7 +101,8 @@ class ForwardPass:
         self._state.begin_forward(metadata)
         if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
             return self._piece_graphs.replay(inputs, metadata)
-        attention = CachedAttention(self._kv_cache, metadata)
+        states = None if inputs.segments is None else StepStates(inputs.segments, self._states)
+        attention = CachedAttention(self._kv_cache, metadata, states)
         last = None
         if self._sampled_attention is not None:
             last = self._sampled_attention.of_step(inputs, metadata)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch
+from attention.kernels.arguments import Segments
 from workers.sampling.logprobs import PromptChunk
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class StepInputs:
     sampled_places: tuple[torch.Tensor, torch.Tensor]
     """The same rows and positions on the device, `[num_sampled]` int64 each."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
+    segments: Segments | None = None
+    """The tokens of each sequence by row, for models with states."""
     sampled_sequences: _Flags | None = None
     """Sequences of `attention` that `logits_indices` selects by their last tokens, on the host.
     None unless the selected tokens are exactly the last tokens of some sequences.
@@ -71,13 +74,17 @@ class InputBatch:
         block_size: int,
         replays_decodes: bool,
         windows: tuple[int | None, ...] = (None,),
+        has_states: bool = False,
     ) -> None:
         """`windows` are the windows of the groups of layers, each with a block table for each row.
 
         `replays_decodes` makes decodes of generated tokens that are computed again.
 
-        Only on a CPU do all other kernels give a token the same numbers in any batch.
+        Only on a CPU do all other kernels give a token the same numbers in any batch. With
+        `has_states`, the parts of a sequence depend on one another, and must be a single segment.
         """
+        assert not (replays_decodes and has_states)
+        self._has_states = has_states
         self._table = table
         self._block_size = block_size
         self._replays_decodes = replays_decodes
@@ -110,6 +117,14 @@ class InputBatch:
             blocks = np.frombuffer(plan.decodes.new_block_ids, np.int32)
             self._block_tables[:, rows, ends] = blocks.reshape(len(rows), -1).T
             self._num_entries[rows] = ends + 1
+
+    def first_rows(self, plan: StepPlan) -> list[int]:
+        """Return the rows of which a step computes the first token of their sequences."""
+        rows = [chunk.row for chunk in plan.chunks if chunk.first_position == 0]
+        if plan.decodes.rows:
+            is_first = np.frombuffer(plan.decodes.positions, np.int32) == 0
+            rows += np.frombuffer(plan.decodes.rows, np.int32)[is_first].tolist()
+        return rows
 
     def prepare_inputs(self, plan: StepPlan) -> StepInputs:
         """Return the flat inputs of a step, tokens in the plan's order.
@@ -146,10 +161,11 @@ class InputBatch:
                 begin = ends[part] - num_tokens[part]
                 more = np.arange(begin, begin + len(chunk.token_ids))
                 logits_indices = np.concatenate((logits_indices, more))
+        parts = (rows, np.concatenate(([0], ends))) if self._has_states else ()
         token_ids, device_positions, others = self._table.begin_step(
-            token_rows, positions, logits_indices, sampled_rows, sampled_positions
+            token_rows, positions, logits_indices, sampled_rows, sampled_positions, *parts
         )
-        device_indices, device_rows, device_places = others
+        device_indices, device_rows, device_places, *segments = others
         selects_all = is_sampled.all() and ends[-1] == size and not chunks
         has_others = selects_all or bool(chunks) or len(rows) > size
         return StepInputs(
@@ -169,6 +185,7 @@ class InputBatch:
             sampled_positions=sampled_positions,
             sampled_places=(device_rows, device_places),
             prompt_chunks=tuple(chunks),
+            segments=_segments(segments, int(num_tokens.max())),
         )
 
     def _decode_inputs(self, decodes: Decodes) -> StepInputs:
@@ -176,9 +193,11 @@ class InputBatch:
         rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
-        token_ids, device_positions, sampled_places = self._table.begin_step(
-            rows, positions, rows, ends
+        parts = (rows, np.arange(len(rows) + 1)) if self._has_states else ()
+        token_ids, device_positions, others = self._table.begin_step(
+            rows, positions, rows, ends, *parts
         )
+        device_rows, device_ends, *segments = others
         return StepInputs(
             token_ids=token_ids,
             positions=device_positions,
@@ -188,7 +207,8 @@ class InputBatch:
             ),
             sampled_rows=rows,
             sampled_positions=ends,
-            sampled_places=(sampled_places[0], sampled_places[1]),
+            sampled_places=(device_rows, device_ends),
+            segments=_segments(segments, 1),
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
@@ -329,6 +349,14 @@ def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
     first[owners[::-1]] = parts[::-1]
     last[owners] = parts
     return first, last
+
+
+def _segments(parts: Sequence[torch.Tensor], max_query_len: int) -> Segments | None:
+    """Return the segments of these rows and starts, or None without parts."""
+    if not parts:
+        return None
+    rows, starts = parts
+    return Segments(query_starts=starts.int(), rows=rows.int(), max_query_len=max_query_len)
 
 
 def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, _Flags]:

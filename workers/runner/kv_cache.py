@@ -1,7 +1,8 @@
 """The KV cache of one rank: a device pool and a CPU pool of equal layout.
 
 Both are block-major, `[num_blocks, *AttentionSpec.block_shape]`, so that a block of all layers of a
-group is contiguous and a swap is one copy per block. The scheduler assigns blocks.
+group is contiguous and a swap is one copy per block. The scheduler assigns blocks. The state of
+each row is whole blocks behind the device pool, which block copies read and write as any other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from attention.params import storage_dtype
 from workers.runner.host_pool import CudaPinner, HostPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "KVCache",
     "PoolCopier",
-    "block_bytes",
     "find_batched_copies",
     "make_host_pool",
     "num_staging_blocks",
@@ -47,16 +47,11 @@ _IN_STREAM_ORDER = 1
 """`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read after earlier work on the stream."""
 
 
-def block_bytes(spec: AttentionSpec) -> int:
-    """Return the bytes of one block on one rank."""
-    return spec.block_elements * spec.cache_dtype.itemsize
-
-
 def num_staging_blocks(spec: AttentionSpec, num_blocks: int) -> int:
     """Return the number of staging blocks, for evicted content, of a pool of `num_blocks`."""
     if spec.device.type == "cpu":
         return 0
-    return min(num_blocks // _MAX_STAGING_PART, _MAX_STAGING_BYTES // block_bytes(spec))
+    return min(num_blocks // _MAX_STAGING_PART, _MAX_STAGING_BYTES // spec.block_bytes)
 
 
 def make_host_pool(
@@ -78,7 +73,7 @@ def make_host_pool(
     pinner = CudaPinner(spec.device) if spec.device.type == "cuda" else None
     mapped = None
     if mapper is not None and num_blocks:
-        mapped = mapper.map_pool(*layout, groups=spec.layout)
+        mapped = mapper.map_pool(*layout, groups=spec.layout, states=spec.states)
     return HostPool(*layout, pinner=pinner, mapped=mapped, note_unpinned=note_unpinned)
 
 
@@ -93,9 +88,17 @@ class KVCache:
         num_blocks: int,
         host_pool: HostPool,
         num_staging: int = 0,
+        num_rows: int = 0,
+        shares_states: bool = False,
     ) -> None:
-        """`num_staging` blocks follow the device pool."""
-        shape = num_blocks + num_staging, *spec.block_shape
+        """The states of `num_rows` rows follow the device pool, and then `num_staging` blocks.
+
+        With `shares_states`, all rows have a single state, which takes less memory.
+        """
+        num_states = 1 if shares_states else num_rows
+        self.first_staging = num_blocks + num_states * spec.state_blocks
+        """The index of the first staging block."""
+        shape = self.first_staging + num_staging, *spec.block_shape
         dtype = storage_dtype(spec.cache_dtype)
         self._backend = backend
         # Zeros, since masked scores still multiply values: NaN in unused slots would spread.
@@ -105,13 +108,19 @@ class KVCache:
             self._device_blocks = torch.zeros(shape, dtype=dtype, device=spec.device)
         self.device_pool = self._device_blocks[:num_blocks]
         self.host_pool = host_pool
+        live = self._device_blocks[num_blocks : self.first_staging].view(torch.uint8)
+        state_bytes = spec.state_blocks * spec.block_bytes
+        self._live_states = live.view(num_states, state_bytes).expand(num_rows, -1)
+        """The bytes of the state of each row, `[num_rows, num_bytes]`."""
+        self.states = spec.state_views(self._live_states)
+        """The states of all rows by recurrent layer."""
         batched = find_batched_copies() if spec.device.type == "cuda" else None
         self._copier = PoolCopier(backend, self._device_blocks, host_pool, batched=batched)
 
     @property
     def num_staging(self) -> int:
-        """Device blocks behind the pool."""
-        return len(self._device_blocks) - len(self.device_pool)
+        """Device blocks behind the pool and the states."""
+        return len(self._device_blocks) - self.first_staging
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copy device blocks, staging blocks included, to CPU blocks, on the current stream."""
@@ -127,6 +136,11 @@ class KVCache:
             # Sorted, so that adjacent blocks become one copy.
             pairs = sorted((copy.source, copy.target) for copy in copies)
             self._backend.copy_blocks(self._device_blocks, pairs)
+
+    def clear_states(self, rows: Iterable[int]) -> None:
+        """Set the states of rows to zero, as they are before the first token of a sequence."""
+        for row in rows:
+            self._live_states[row].zero_()
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

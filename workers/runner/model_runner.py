@@ -90,6 +90,8 @@ class ModelRunner:
         fence = self._swaps.launch(plan)
         started = record_event(device)
         self._cache.copy_blocks(plan.copies)
+        if self._cache.states:
+            self._cache.clear_states(self._batch.first_rows(plan))
         sample, needs_masks = None, False
         prompt_reports: list[PromptReport] = []
         if plan.num_tokens:
@@ -143,7 +145,7 @@ def _make_swaps(cache: KVCache) -> BlockSwaps:
         )
     else:
         streams = SwapStreams(steps=HostStream(), outward=HostStream(), inward=HostStream())
-    staging = StagingBlocks(first_block=len(cache.device_pool), num_blocks=cache.num_staging)
+    staging = StagingBlocks(first_block=cache.first_staging, num_blocks=cache.num_staging)
     return BlockSwaps(cache, streams, staging)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from attention.params import StateTensor
     from pagedray.config import EngineConfig
     from pagedray.layout import CacheLayout
 
@@ -48,12 +49,14 @@ class PoolMapper:
         dtype: torch.dtype,
         *,
         groups: CacheLayout | None,
+        states: tuple[tuple[StateTensor, ...], ...],
     ) -> MappedPool | None:
         """Return the memory of a pool, or None if that has to be private.
 
-        `groups` are the groups of layers, each with blocks of its own, if there are several.
+        `groups` are the groups of layers, each with blocks of its own, if there are several, and
+        `states` the states of recurrent layers.
         """
-        layout = num_blocks, tuple(block_shape), dtype, groups
+        layout = num_blocks, tuple(block_shape), dtype, groups, states
         try:
             return MappedPool(
                 self._address,

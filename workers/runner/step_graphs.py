@@ -44,6 +44,7 @@ class StepGraphs(ABC, Generic[Capture]):
         self._progress = setup.progress
         self._model = setup.model
         self._kv_cache = setup.kv_cache
+        self._states = setup.states
         self._pool = setup.pool
         self._sizes = sizes
         # Rows after the tokens of a step still hold tokens of earlier steps. They are padding, and
@@ -152,6 +153,8 @@ class CaptureSetup:
     progress: ProgressWord
     is_alone: bool
     """Whether no other rank runs the same steps."""
+    states: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """The states of all rows, by recurrent layer."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.greedy import (
     windows_of,
 )
 from tests.small_models.checkpoints import Case, class_name
-from tests.small_models.family_cases import ALL_CASES, MOE_CASES, SAMPLED_CASES
+from tests.small_models.family_cases import ALL_CASES, HYBRID_CASES, MOE_CASES, SAMPLED_CASES
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families
 
@@ -43,7 +43,7 @@ def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_family_of_decoders_has_a_case() -> None:
-    names = {class_name(case) for case in ALL_CASES}
+    names = {class_name(case) for case in (*ALL_CASES, *HYBRID_CASES)}
     decoders = {family.architecture for family in families() if family not in (BERT, ROBERTA)}
     assert names == decoders
 

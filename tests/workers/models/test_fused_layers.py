@@ -70,16 +70,18 @@ def compare(folder: Path, group: ParallelGroup) -> None:
     """Compare the logits of fused layers and of plain ones, for all tokens and for one."""
     fused = loaded_model(folder, group)
     plain = loaded_model(folder, group, fuses=False)
+    # The norm of a recurrent layer makes small results large, and their rounding.
+    tolerance = 3e-4 if fused.config.has_states else 2e-5
     for steps in ((NUM_TOKENS,), (NUM_TOKENS - 1, 1)):
         torch.testing.assert_close(
-            run(fused, group, steps), run(plain, group, steps), rtol=2e-5, atol=2e-5
+            run(fused, group, steps), run(plain, group, steps), rtol=tolerance, atol=tolerance
         )
     rows = torch.tensor([NUM_TOKENS - 1, 3])
     torch.testing.assert_close(
         run(fused, group, logits_indices=rows),
         run(plain, group, logits_indices=rows),
-        rtol=2e-5,
-        atol=2e-5,
+        rtol=tolerance,
+        atol=tolerance,
     )
 
 

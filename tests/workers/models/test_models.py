@@ -59,6 +59,8 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         "granitemoeshared-tied",
         "granitemoe_swa-sinks",
         "gpt_oss-limits",
+        "lfm2_moe-biases",
+        "qwen3_5_moe_text-biases",
     ],
 )
 def test_experts_may_be_stored_as_transformers_holds_them(name: str, tmp_path: Path) -> None:
@@ -121,6 +123,11 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_p
         "qwen3_moe-dense-layers-windows",
         "granitemoe_swa-sinks",
         "gpt_oss-yarn",
+        "lfm2-biases-no-adjustment",
+        "lfm2-no-attention",
+        "lfm2_moe-plain-scores",
+        "qwen3_next-fused-projections",
+        "qwen3_5_text-most-recurrent",
     ],
 )
 def test_steps_of_a_sequence_give_what_one_step_gives(name: str, tmp_path: Path) -> None:

@@ -183,6 +183,24 @@ def test_blocks_of_fp8_equal_what_they_stand_for(name: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3_next-fused-projections", "qwen3_5_moe_text-biases", "mixtral-window"]
+)
+def test_blocks_of_experts_in_fp8_equal_what_they_stand_for(name: str, tmp_path: Path) -> None:
+    folder, quantized, dequantized = (tmp_path / part for part in ("plain", "fp8", "exact"))
+    save_checkpoint(name, folder)
+    # The router, and the gate of shared experts, are plain in published checkpoints.
+    kept = ["gate", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate"]
+    save_fp8_blocks(folder, quantized, dequantized, 20, kept=kept)
+    group = SoloGroup()
+    torch.testing.assert_close(
+        run(loaded_model(quantized, group), group),
+        run(loaded_model(dequantized, group), group),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
 INT4_METHODS: dict[str, tuple[Int4Format, dict[str, Any]]] = {
     "gptq": (
         Int4Format(packing="gptq", group_size=32, zero_offset=1),

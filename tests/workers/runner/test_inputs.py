@@ -232,7 +232,11 @@ def test_steps_replay_decode_graphs_before_pieces_and_run_eagerly_without_any(
 ) -> None:
     runs = forward_pass(CountingGraphs("decodes", limit=2), CountingGraphs("pieces", limit=4))
     inputs: Any = SimpleNamespace(  # Any: all that is read
-        token_ids=range(num_tokens), positions=None, attention=None, logits_indices=None
+        token_ids=range(num_tokens),
+        positions=None,
+        attention=None,
+        logits_indices=None,
+        segments=None,
     )
     assert runs.hidden_states(inputs) == expected
 

@@ -116,7 +116,7 @@ def test_a_pool_of_other_groups_of_layers_is_not_kept(
     mapper = PoolMapper(config, address, rank=0)
     both, alone = cache_layout([None, 7], 16), cache_layout([7, None], 16)
     for groups, is_kept in ((None, False), (both, False), (both, True), (alone, False)):
-        pool = mapper.map_pool(*LAYOUT, groups=groups)
+        pool = mapper.map_pool(*LAYOUT, states=(), groups=groups)
         assert pool is not None
         assert pool.is_former == is_kept
         pool.confirm()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from pagedray.model_config import Activation, Dtype, ExpertsConfig, ModelConfig, TensorNames
-from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.config_file import MISSING, ConfigFile
 
 __all__ = [
     "MAX_EXPERTS",
@@ -31,6 +31,7 @@ __all__ = [
     "has_window_by_layer",
     "model_dtype",
     "qwen_windows",
+    "recurrent_layers",
     "windows_by_layer_type",
 ]
 
@@ -85,6 +86,8 @@ def base_config(
     activation_key: str | None = None,
     default_num_kv_heads: int | None = None,
     default_head_size: int | None = None,
+    intermediate_key: str = "intermediate_size",
+    default_intermediate_size: int | None = None,
     norm_eps_key: str = "rms_norm_eps",
     default_norm_eps: float = 1e-6,
     is_tied_by_default: bool = False,
@@ -115,7 +118,9 @@ def base_config(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=file.integer("intermediate_size", most=MAX_SIZE),
+        intermediate_size=file.integer(
+            intermediate_key, default_intermediate_size or MISSING, most=MAX_SIZE
+        ),
         num_layers=file.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -207,6 +212,27 @@ def has_window_by_layer(file: ConfigFile, num_layers: int) -> list[bool]:
                 "layer_types", f"may contain only {' and '.join(_KINDS)}, not {kind[:40]!r}"
             )
     return [kind == "sliding_attention" for kind in kinds]
+
+
+def recurrent_layers(
+    file: ConfigFile, num_layers: int, kind: str, *, by_default: Sequence[bool]
+) -> tuple[int, ...]:
+    """Return the layers of this kind in `layer_types`, all others of which have full attention.
+
+    `by_default` says whether each layer is of the kind if `layer_types` is missing.
+    """
+    kinds = file.words("layer_types")
+    if kinds and len(kinds) != num_layers:
+        raise file.rejection("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
+    for layer, given in enumerate(kinds):
+        if given not in (kind, "full_attention"):
+            raise file.rejection(
+                "layer_types",
+                f"has {given[:40]!r} for layer {layer}, which is not supported; use {kind} or "
+                "full_attention",
+            )
+    are_recurrent = [given == kind for given in kinds] or by_default
+    return tuple(layer for layer, is_recurrent in enumerate(are_recurrent) if is_recurrent)
 
 
 def experts_of(

@@ -71,7 +71,8 @@ def with_quantization(
     config: ModelConfig, file: ConfigFile, quantization: Quantization
 ) -> ModelConfig:
     """Return the configuration with these formats. Raises CheckpointError."""
-    if config.is_encoder or config.experts is not None:
+    has_stored_experts = config.experts is not None and not quantization.is_fp8
+    if config.is_encoder or has_stored_experts:
         what = "an encoder" if config.is_encoder else "a model with experts"
         raise file.rejection(
             "quantization_config", f"is not supported for {what}; use weights in bfloat16"

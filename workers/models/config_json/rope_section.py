@@ -51,14 +51,26 @@ def kind_key(section: ConfigFile) -> str:
 
 
 def with_rope(
-    config: ModelConfig, file: ConfigFile, *, default_theta: float = 10000.0
+    config: ModelConfig,
+    file: ConfigFile,
+    *,
+    default_theta: float = 10000.0,
+    default_rotary_factor: float | None = None,
 ) -> ModelConfig:
-    """Return the configuration with the rope of all layers, which rotates whole heads."""
-    file.reject_unless("partial_rotary_factor", 1)
+    """Return the configuration with the rope of all layers.
+
+    `default_rotary_factor` is the part of each head that is rotated if the file does not say
+    another; None rotates whole heads, and rejects other parts.
+    """
     theta = file.number("rope_theta", default_theta, most=MAX_THETA)
     section = rope_section(file)
-    section.reject_unless("partial_rotary_factor", 1)
+    if default_rotary_factor is None:
+        file.reject_unless("partial_rotary_factor", 1)
+        section.reject_unless("partial_rotary_factor", 1)
     rope = rope_of(section, file, default_theta=theta)
+    if default_rotary_factor is not None:
+        size = rotary_size(file, section, config.head_size, default_factor=default_rotary_factor)
+        rope = replace(rope, rotary_size=size)
     return replace(config, rope=rope, max_positions=longest_context(config, rope))
 
 

@@ -31,6 +31,7 @@ from workers.models.families.granite import (
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
 )
+from workers.models.families.lfm2 import LFM2, LFM2_MOE
 from workers.models.families.llama import (
     COHERE2,
     ERNIE4_5,
@@ -45,6 +46,13 @@ from workers.models.families.llama import (
 from workers.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
 from workers.models.families.olmo import OLMO2, OLMO3, OLMOE
 from workers.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_VL
+from workers.models.families.qwen_hybrid import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 from workers.models.families.text_part import TEXT_SECTION
 from workers.weights.tensor_entries import folder_dtype
 
@@ -52,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, Task
+    from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, RecurrentConfig, Task
 
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
 
@@ -63,7 +71,8 @@ _ALL = (
     *(GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL),
     *(MIXTRAL, MPT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS),
     *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL, GEMMA4),
-    *(GEMMA4_UNIFIED_TEXT, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED),
+    *(GEMMA4_UNIFIED_TEXT, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, LFM2, LFM2_MOE, QWEN3_NEXT),
+    *(QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -76,8 +85,8 @@ _OBSTACLES = {
         *("DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "KimiK", "LongcatFlash", "MiniCPM3"),
     ),
     "recurrent layers": (
-        *("Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm2"),
-        *("Mamba", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "RecurrentGemma", "Rwkv"),
+        *("Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm3"),
+        *("Mamba", "NemotronH", "OlmoHybrid", "RecurrentGemma", "Rwkv"),
         "Zamba",
     ),
 }
@@ -156,6 +165,8 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
     """Raise StartupError unless the model can be sharded over this many ranks."""
     if model.num_heads % num_ranks:
         raise _not_divisible("attention heads", model.num_heads, num_ranks)
+    if model.recurrent is not None:
+        _check_recurrent(model, model.recurrent, num_ranks)
     for number in dict.fromkeys(model.heads_of(i).num_kv_heads for i in range(model.num_layers)):
         if number % num_ranks and num_ranks % number:
             raise StartupError(
@@ -167,6 +178,14 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
     if model.has_dense_layers and model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
     check_cuts(model, num_ranks)
+
+
+def _check_recurrent(model: ModelConfig, recurrent: RecurrentConfig, num_ranks: int) -> None:
+    what, size = "key heads of recurrent layers", recurrent.num_key_heads
+    if recurrent.kind == "short_conv":
+        what, size = "channels of convolutions (hidden_size)", model.hidden_size
+    if size % num_ranks:
+        raise _not_divisible(what, size, num_ranks)
 
 
 def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:
@@ -188,6 +207,8 @@ def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
     """Return the tasks of a model, the usual task first."""
     if config.is_encoder or config.task == "score":
         return (config.task,)
+    if config.has_states:
+        return ("generate",)
     if any(map(_has_no_head, file.words("architectures"))):
         return ("embed",)
     # Sentence-transformers marks a checkpoint that was made to embed.
@@ -263,7 +284,8 @@ def _alternative(architecture: str) -> str:
     if nearest is not None:
         return f"The nearest supported family is {nearest}"
     if _OF_IMAGES.search(architecture):
-        labels = [_label(one.architecture) for one in _ALL if _OF_IMAGES.search(one.architecture)]
+        names = [one.architecture for one in _ALL if _OF_IMAGES.search(one.architecture)]
+        labels = [_label(name) for name in names if "Moe" not in name]
         return f"The supported multimodal families are {', '.join(labels)}, for text only"
     return "Supported architectures include LlamaForCausalLM and Qwen3ForCausalLM"
 

@@ -343,10 +343,6 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
 @pytest.mark.parametrize(
     ("architecture", "sentences"),
     [
-        ("Qwen3_5ForConditionalGeneration", "has recurrent layers. nearest Qwen3;"),
-        ("Qwen3_5ForCausalLM", "has recurrent layers. nearest Qwen3;"),
-        ("Qwen3_5MoeForConditionalGeneration", "has recurrent layers. nearest Qwen3Moe;"),
-        ("Qwen3NextForCausalLM", "has recurrent layers. nearest Qwen3;"),
         ("Qwen2MoeForCausalLM", "supported. nearest Qwen3Moe;"),
         ("Qwen3VLMoeForConditionalGeneration", "supported. nearest Qwen3Moe;"),
         ("Qwen2VLForConditionalGeneration", "supported. nearest Qwen3;"),

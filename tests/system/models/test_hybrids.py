@@ -1,0 +1,224 @@
+"""Models with recurrent layers: greedy tokens equal transformers', whatever is cached or moved."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedray import LLM, SamplingParams
+from tests.greedy import NUM_TRIES, generated, local_llm, settled_stats
+from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
+from tests.small_models.family_cases import HYBRID_CASES
+from tests.system.engines import kill_after_steps, open_group, serving_processes
+from workers.models.families.registry import read_model_config
+from workers.models.self_attention import attention_spec
+from workers.parallel.group import SoloGroup
+
+NUM_TOKENS = 70
+BLOCK_SIZE = 16
+GRID = 64
+SHARED = 100
+"""Tokens that the longest prompts have in common."""
+LENGTHS = (1, 63, 64, 65, 130, 300, 300, 300)
+LONGEST = max(LENGTHS) + NUM_TOKENS
+SAMPLED = {"lfm2-convolutions", "qwen3_5-delta-rules"}
+"""These run each time; the others are slow tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """A checkpoint, prompts, and transformers' greedy continuations of them."""
+
+    folder: Path
+    prompts: list[list[int]]
+    continuations: list[list[int]]
+    logprobs: list[list[float]]
+    state_blocks: int
+
+    @property
+    def long_prompts(self) -> list[list[int]]:
+        """The prompts that have a prefix in common."""
+        return self.prompts[-3:]
+
+
+PARAMS = [
+    pytest.param(case, id=case.name, marks=[] if case.name in SAMPLED else pytest.mark.slow)
+    for case in HYBRID_CASES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(case.name)
+    save_checkpoint(case, folder)
+    rng = random.Random(case.name)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    for prompt in prompts[-2:]:
+        prompt[:SHARED] = prompts[-3][:SHARED]
+    pairs = greedy_continuations(folder, prompts, NUM_TOKENS)
+    spec = attention_spec(
+        read_model_config(folder, dtype="float32"),
+        SoloGroup(),
+        block_size=BLOCK_SIZE,
+        device=torch.device("cpu"),
+    )
+    return Truth(
+        folder=folder,
+        prompts=prompts,
+        continuations=[tokens for tokens, _ in pairs],
+        logprobs=[logprobs for _, logprobs in pairs],
+        state_blocks=spec.state_blocks,
+    )
+
+
+def pool(truth: Truth, num_sequences: float, num_states: int) -> dict[str, Any]:
+    """Return the options of a pool for so many of the longest sequences, and so many states."""
+    # Any: engine options of any type.
+    num_blocks = int(num_sequences * -(-LONGEST // BLOCK_SIZE))
+    return {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": LONGEST,
+        "num_blocks": num_blocks + num_states * truth.state_blocks,
+    }
+
+
+def completions(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return generated(llm, prompts, NUM_TOKENS)
+
+
+def hits(llm: LLM, prompt: list[int], num_tokens: int = 1) -> int:
+    """Return how many tokens of a prompt come from the prefix cache."""
+    before = llm.stats().scheduler.num_hit_tokens
+    generated(llm, [prompt], num_tokens)
+    return llm.stats().scheduler.num_hit_tokens - before
+
+
+@pytest.mark.parametrize("budget", [64, 128, pytest.param(13, marks=pytest.mark.slow)])
+def test_chunks_of_any_size_change_nothing(truth: Truth, budget: int) -> None:
+    options = pool(truth, 8, 20)
+    with local_llm(truth.folder, **options, max_num_batched_tokens=budget, max_num_seqs=6) as llm:
+        assert completions(llm, truth.prompts) == truth.continuations
+        # All prefixes are cached.
+        assert completions(llm, truth.prompts) == truth.continuations
+
+
+def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=8) as llm:
+        generations = llm.generate(truth.prompts, params, use_tqdm=False)
+    for generation, expected in zip(generations, truth.logprobs, strict=True):
+        (output,) = generation.outputs
+        assert output.logprobs is not None
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        logprobs = [found[token_id].logprob for token_id, found in pairs]
+        # Where a head's result is nearly 0, its norm makes errors large.
+        errors = sorted(abs(one - other) for one, other in zip(logprobs, expected, strict=True))
+        assert errors[-4] < 1e-4
+        assert errors[-1] < 2e-3
+
+
+def test_prefixes_are_found_at_states(truth: Truth) -> None:
+    first, second, third = truth.long_prompts
+    with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=4) as llm:
+        assert hits(llm, first) == 0
+        assert hits(llm, first) == (len(first) - 1) // GRID * GRID
+        # The second prompt computes the common prefix and keeps its state.
+        assert hits(llm, second) == 0
+        assert hits(llm, third) == SHARED // GRID * GRID
+        # The end of a sequence is kept, too.
+        (continuation,) = generated(llm, [first], NUM_TOKENS)
+        assert continuation == truth.continuations[-3]
+        turn = first + continuation + [7, 8, 9]
+        assert hits(llm, turn[: LONGEST - 1]) >= len(first) // 128 * 128
+        salted = {"prompt_token_ids": first, "cache_salt": "other"}
+        before = llm.stats().scheduler.num_hit_tokens
+        llm.generate([salted], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert llm.stats().scheduler.num_hit_tokens == before
+        assert completions(llm, truth.prompts) == truth.continuations
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preemption_changes_nothing(truth: Truth, preemption: str) -> None:
+    prompts, continuations = truth.prompts * 2, truth.continuations * 2
+    with local_llm(
+        truth.folder,
+        **pool(truth, 1.5, 3),
+        num_cpu_blocks=1000,
+        max_num_seqs=6,
+        preemption=preemption,
+    ) as llm:
+        for _ in range(NUM_TRIES):
+            assert completions(llm, prompts) == continuations
+            stats = settled_stats(llm)
+            if getattr(stats, f"num_{preemption}_preemptions"):
+                break
+    assert getattr(stats, f"num_{preemption}_preemptions") > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def check_other_tiers(
+    open_llm: Callable[..., LLM], truth: Truth, **options: Any
+) -> tuple[int, int]:
+    """Check prompts whose prefixes were evicted; return how many tokens CPU and disk gave."""
+    # Any: engine options of any type.
+    given = {"max_num_seqs": 1, "preemption": "swap"}
+    with open_llm(truth.folder, **pool(truth, 1, 2), **given, **options) as llm:
+        for _ in range(3):
+            assert completions(llm, truth.prompts) == truth.continuations
+            stats = settled_stats(llm)
+    return stats.num_cpu_hit_tokens, stats.num_read_blocks
+
+
+def test_states_come_back_from_the_cpu(truth: Truth) -> None:
+    num_cpu_tokens, _ = check_other_tiers(local_llm, truth, num_cpu_blocks=1000)
+    assert num_cpu_tokens >= GRID
+
+
+def test_states_come_back_from_the_disk(truth: Truth, tmp_path: Path) -> None:
+    num_blocks = pool(truth, 1, 3)["num_blocks"]
+    _, num_read = check_other_tiers(
+        local_llm,
+        truth,
+        num_cpu_blocks=num_blocks,
+        disk_cache_folder=str(tmp_path),
+        disk_cache_bytes=2**26,
+    )
+    assert num_read > 0
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_several_completions_of_a_prompt_are_those_of_single_requests(
+    truth: Truth, has_cache: bool
+) -> None:
+    params = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=20, ignore_eos=True)
+    with local_llm(
+        truth.folder, **pool(truth, 8, 20), max_num_seqs=12, enable_prefix_cache=has_cache
+    ) as llm:
+        together = llm.generate(truth.prompts[:5], params, use_tqdm=False)
+        alone = [llm.generate([one], params, use_tqdm=False)[0] for one in truth.prompts[:5]]
+    for one, other in zip(together, alone, strict=True):
+        tokens = [output.token_ids for output in one.outputs]
+        assert tokens == [output.token_ids for output in other.outputs]
+        assert len(set(tokens)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_ranks_change_nothing(truth: Truth, num_ranks: int, ray_cluster: None) -> None:
+    with open_group(
+        truth.folder,
+        num_ranks=num_ranks,
+        **pool(truth, 2, 4),
+        num_cpu_blocks=1000,
+        max_num_seqs=4,
+    ) as llm:
+        assert completions(llm, truth.prompts) == truth.continuations
+        kill_after_steps(llm, 40, serving_processes()[-1:])
+        assert completions(llm, truth.prompts) == truth.continuations
+        assert llm.stats().replacements["death"] == 1
+        assert llm.stats().scheduler.num_kept_hit_tokens > 0

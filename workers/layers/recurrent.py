@@ -1,0 +1,369 @@
+"""Layers that keep a state of each sequence, in place of the keys and values of its tokens.
+
+Owns the weights, and how heads and states are sharded over the ranks. `attention.kernels.recurrent`
+has the kernels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from attention.abstract import StateTensor
+from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
+from attention.kernels.recurrent import causal_conv, gated_delta_rule
+from pagedray.rank_roofline import WeightWork
+from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
+from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pagedray.model_config import ModelConfig, RecurrentConfig
+    from workers.parallel.group import ParallelGroup
+
+__all__ = [
+    "DeltaRuleLayer",
+    "HasStates",
+    "RecurrentLayer",
+    "ShortConvLayer",
+    "StepStates",
+    "layer_states",
+    "make_recurrent",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepStates:
+    """The states of recurrent layers, and which tokens of a step advance them."""
+
+    segments: Segments
+    layers: tuple[tuple[torch.Tensor, ...], ...]
+    """The tensors of each recurrent layer, `[num_rows, *StateTensor.shape]`, strided."""
+
+
+class HasStates(Protocol):
+    """The part of a step that recurrent layers read."""
+
+    states: StepStates | None
+
+
+def layer_states(config: ModelConfig, group: ParallelGroup) -> tuple[tuple[StateTensor, ...], ...]:
+    """Return the state of each recurrent layer on a rank; empty if there are no such layers."""
+    recurrent = config.recurrent
+    if recurrent is None:
+        return ()
+    dtype = getattr(torch, config.dtype)
+    parts = _conv_parts(config, recurrent, group)
+    num_channels = sum(part.stop - part.start for part in parts)
+    tensors = [StateTensor((recurrent.conv_width - 1, num_channels), dtype)]
+    if recurrent.kind != "short_conv":
+        num_heads = recurrent.num_value_heads // group.size
+        shape = num_heads, recurrent.value_size, recurrent.key_size
+        tensors.append(StateTensor(shape, getattr(torch, recurrent.matrix_dtype)))
+    return (tuple(tensors),) * len(recurrent.layers)
+
+
+def make_recurrent(
+    prefix: str, config: ModelConfig, layer_index: int, place: Placement
+) -> RecurrentLayer:
+    """Return the recurrent layer of a decoder layer."""
+    assert config.recurrent is not None
+    kind = ShortConvLayer if config.recurrent.kind == "short_conv" else DeltaRuleLayer
+    return kind(f"{prefix}.{config.names.recurrent}", config, layer_index, place)
+
+
+class RecurrentLayer(CompositeLayer):
+    """A recurrent layer: projections, a causal convolution, a recurrence, an output projection."""
+
+    output: RowParallelLinear
+
+    def __init__(
+        self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
+    ) -> None:
+        assert config.recurrent is not None
+        self._config = config.recurrent
+        self._prefix = prefix
+        self._index = config.recurrent.layers.index(layer_index)
+        self._conv = _Convolution(prefix, config, config.recurrent, place)
+
+    def __call__(self, x: torch.Tensor, rotation: object, step: HasStates) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`.
+
+        Tokens have no rotation.
+        """
+        del rotation
+        return self.output(self.heads(x, step))
+
+    def heads(self, x: torch.Tensor, step: HasStates) -> torch.Tensor:
+        """Return the input of the output projection, `[num_tokens, columns of this rank]`.
+
+        The states of the step's sequences advance by its tokens.
+        """
+        assert step.states is not None
+        return self._mix(x, step.states.layers[self._index], step.states.segments)
+
+    @abstractmethod
+    def _mix(
+        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+    ) -> torch.Tensor:
+        """Return what `heads` does; `states` are those of this layer, and change."""
+
+
+class ShortConvLayer(RecurrentLayer):
+    """A convolution between two gates, as in LFM2."""
+
+    def __init__(
+        self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
+    ) -> None:
+        super().__init__(prefix, config, layer_index, place)
+        size, has_bias = config.hidden_size, self._config.has_bias
+        part = size, part_of(size, place.group)
+        self._input = ColumnParallelLinear(
+            size, columns_of((f"{prefix}.in_proj",), [part] * 3), place, has_bias=has_bias
+        )
+        self.output = RowParallelLinear(f"{prefix}.out_proj", size, size, place, has_bias=has_bias)
+
+    def _mix(
+        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+    ) -> torch.Tensor:
+        before, after, inner = self._input(x).chunk(3, dim=1)
+        (conv_states,) = states
+        return self._conv(before * inner, conv_states, segments, None).mul_(after)
+
+    def sublayers(self) -> tuple[Layer, ...]:
+        return self._input, self._conv, self.output
+
+
+class DeltaRuleLayer(RecurrentLayer):
+    """A gated delta rule, as in Qwen3-Next and Qwen3.5.
+
+    S. Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024. A rank has some
+    key heads, and the value heads that share them.
+    """
+
+    def __init__(
+        self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
+    ) -> None:
+        super().__init__(prefix, config, layer_index, place)
+        group, recurrent = place.group, self._config
+        self._projection = ColumnParallelLinear(
+            config.hidden_size,
+            _delta_columns(prefix, config, recurrent, group),
+            place,
+            has_bias=False,
+        )
+        # A product of its own, since few columns are often stored in another format.
+        self._gates = ColumnParallelLinear(
+            config.hidden_size, _gate_columns(prefix, recurrent, group), place, has_bias=False
+        )
+        num_heads = recurrent.num_value_heads // group.size
+        self._key_columns = recurrent.num_key_heads // group.size * recurrent.key_size
+        self._decay = _HeadVectors(prefix, recurrent.num_value_heads, place)
+        self._norm = _HeadNorm(f"{prefix}.norm", recurrent.value_size, config.norm_eps, place)
+        self._num_heads = num_heads
+        self.output = RowParallelLinear(
+            f"{prefix}.out_proj",
+            recurrent.num_value_heads * recurrent.value_size,
+            config.hidden_size,
+            place,
+            has_bias=False,
+        )
+
+    def _mix(
+        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+    ) -> torch.Tensor:
+        config, keys = self._config, self._key_columns
+        values = self._num_heads * config.value_size
+        inner, z = self._projection(x).split((2 * keys + values, values), dim=1)
+        b, a = self._gates(x).chunk(2, dim=1)
+        conv_states, matrices = states
+        inner = self._conv(inner, conv_states, segments, "silu")
+        query, key, value = inner.split((keys, keys, values), dim=1)
+        out = gated_delta_rule(
+            query.unflatten(1, (-1, config.key_size)),
+            key.unflatten(1, (-1, config.key_size)),
+            value.unflatten(1, (-1, config.value_size)),
+            DeltaGates(a=a, b=b, a_log=self._decay.a_log, dt_bias=self._decay.dt_bias),
+            GatedNorm(
+                z=z.unflatten(1, (-1, config.value_size)),
+                weight=self._norm.weight,
+                eps=self._norm.eps,
+            ),
+            matrices,
+            segments,
+        )
+        return out.flatten(1)
+
+    def sublayers(self) -> tuple[Layer, ...]:
+        return self._projection, self._gates, self._conv, self._decay, self._norm, self.output
+
+
+class _Convolution(Layer):
+    """The causal depthwise convolution of a rank's channels."""
+
+    def __init__(
+        self, prefix: str, config: ModelConfig, recurrent: RecurrentConfig, place: Placement
+    ) -> None:
+        name = "conv" if recurrent.kind == "short_conv" else "conv1d"
+        self._name = f"{prefix}.{name}"
+        self._parts = _conv_parts(config, recurrent, place.group)
+        self._total = _num_channels(config, recurrent)
+        num_channels = sum(part.stop - part.start for part in self._parts)
+        self._weight = torch.empty(
+            num_channels, recurrent.conv_width, dtype=place.dtype, device=place.device
+        )
+        self._bias = None
+        if recurrent.has_conv_bias:
+            self._bias = torch.empty(num_channels, dtype=place.dtype, device=place.device)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        segments: Segments,
+        activation: Literal["silu"] | None,
+    ) -> torch.Tensor:
+        """Return `[num_tokens, num_channels]` for `[num_tokens, num_channels]`."""
+        return causal_conv(x, self._weight, self._bias, states, segments, activation)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        first, width = 0, self._weight.shape[1]
+        for part in self._parts:
+            rows = slice(first, first + part.stop - part.start)
+            yield WeightShard(
+                name=f"{self._name}.weight",
+                shape=(self._total, 1, width),
+                part=(part, slice(None), slice(None)),
+                target=self._weight[rows].unsqueeze(1),
+            )
+            if self._bias is not None:
+                yield WeightShard(
+                    name=f"{self._name}.bias",
+                    shape=(self._total,),
+                    part=(part,),
+                    target=self._bias[rows],
+                )
+            first = rows.stop
+
+    def weight_work(self) -> WeightWork:
+        num_bias_bytes = 0 if self._bias is None else self._bias.nbytes
+        return WeightWork(num_bytes=self._weight.nbytes + num_bias_bytes)
+
+
+class _HeadVectors(Layer):
+    """The decay and the bias of the time step of each head."""
+
+    def __init__(self, prefix: str, num_heads: int, place: Placement) -> None:
+        self._prefix = prefix
+        self._num_heads = num_heads
+        self._part = part_of(num_heads, place.group)
+        size = self._part.stop - self._part.start
+        self.a_log, self.dt_bias = torch.empty(2, size, device=place.device)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
+            yield WeightShard(
+                name=f"{self._prefix}.{name}",
+                shape=(self._num_heads,),
+                part=(self._part,),
+                target=target,
+                dummy=0.0,
+            )
+
+    def weight_work(self) -> WeightWork:
+        return WeightWork(num_bytes=self.a_log.nbytes + self.dt_bias.nbytes)
+
+
+class _HeadNorm(Layer):
+    """The weight of a norm of each head."""
+
+    def __init__(self, name: str, size: int, eps: float, place: Placement) -> None:
+        self._name = name
+        self.eps = eps
+        self.weight = torch.empty(size, dtype=place.dtype, device=place.device)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
+            name=f"{self._name}.weight",
+            shape=tuple(self.weight.shape),
+            part=(slice(None),),
+            target=self.weight,
+            dummy=1.0,
+        )
+
+    def weight_work(self) -> WeightWork:
+        return WeightWork(num_bytes=self.weight.nbytes)
+
+
+def _num_channels(config: ModelConfig, recurrent: RecurrentConfig) -> int:
+    if recurrent.kind == "short_conv":
+        return config.hidden_size
+    keys = recurrent.num_key_heads * recurrent.key_size
+    return 2 * keys + recurrent.num_value_heads * recurrent.value_size
+
+
+def _conv_parts(
+    config: ModelConfig, recurrent: RecurrentConfig, group: ParallelGroup
+) -> tuple[slice, ...]:
+    """Return this rank's channels of the convolution: queries, keys and values."""
+    if recurrent.kind == "short_conv":
+        return (part_of(config.hidden_size, group),)
+    keys = recurrent.num_key_heads * recurrent.key_size
+    sizes = keys, keys, recurrent.num_value_heads * recurrent.value_size
+    return _parts_of(sizes, group)
+
+
+def _parts_of(sizes: Sequence[int], group: ParallelGroup) -> tuple[slice, ...]:
+    """Return this rank's part of each of several runs of columns."""
+    parts, first = [], 0
+    for size in sizes:
+        part = part_of(size, group)
+        parts.append(slice(first + part.start, first + part.stop))
+        first += size
+    return tuple(parts)
+
+
+def _delta_columns(
+    prefix: str, config: ModelConfig, recurrent: RecurrentConfig, group: ParallelGroup
+) -> list[Columns]:
+    """Return the columns of this rank: queries, keys, values and the gate of the output."""
+    values = recurrent.num_value_heads * recurrent.value_size
+    if recurrent.is_fused_by_head:
+        heads = recurrent.num_value_heads // recurrent.num_key_heads * recurrent.value_size
+        sizes = recurrent.key_size, recurrent.key_size, heads, heads
+        return _columns_by_key_head(f"{prefix}.in_proj_qkvz", sizes, recurrent, group)
+    name, total = f"{prefix}.in_proj_qkv", _num_channels(config, recurrent)
+    columns = [
+        Columns(name=name, total=total, part=part) for part in _conv_parts(config, recurrent, group)
+    ]
+    gate = Columns(name=f"{prefix}.in_proj_z", total=values, part=part_of(values, group))
+    return [*columns, gate]
+
+
+def _gate_columns(prefix: str, recurrent: RecurrentConfig, group: ParallelGroup) -> list[Columns]:
+    """Return the columns of this rank that have a number for each value head: beta, then decay."""
+    num_heads = recurrent.num_value_heads
+    if recurrent.is_fused_by_head:
+        num_shared = num_heads // recurrent.num_key_heads
+        sizes = num_shared, num_shared
+        return _columns_by_key_head(f"{prefix}.in_proj_ba", sizes, recurrent, group)
+    names = f"{prefix}.in_proj_b", f"{prefix}.in_proj_a"
+    return columns_of(names, [(num_heads, part_of(num_heads, group))] * 2)
+
+
+def _columns_by_key_head(
+    name: str, sizes: Sequence[int], recurrent: RecurrentConfig, group: ParallelGroup
+) -> list[Columns]:
+    """Return this rank's columns of a tensor of which each key head has runs of these sizes."""
+    heads = part_of(recurrent.num_key_heads, group)
+    size = sum(sizes)
+    total, first, columns = recurrent.num_key_heads * size, 0, []
+    for run in sizes:
+        starts = [head * size + first for head in range(heads.start, heads.stop)]
+        columns += [Columns(name=name, total=total, part=slice(i, i + run)) for i in starts]
+        first += run
+    return columns
