@@ -23,6 +23,7 @@ __all__ = [
     "NewTokens",
     "QuantizedRows",
     "Rotary",
+    "ScanGates",
     "Segments",
     "SplitKPartials",
     "num_multiprocessors",
@@ -237,6 +238,23 @@ class DeltaGates:
     """`[num_value_heads]` float32."""
     dt_bias: torch.Tensor
     """`[num_value_heads]` float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScanGates:
+    """The inputs and parameters of a selective scan that are numbers for each head.
+
+    The step size is `softplus(dt + dt_bias)`, and the logarithm of the decay is `-exp(a_log)` times
+    the step size.
+    """
+
+    dt: torch.Tensor
+    """`[num_tokens, num_heads]`; tokens may be strided."""
+    a_log: torch.Tensor
+    """`[num_heads]` float32, and so are `dt_bias` and `d`."""
+    dt_bias: torch.Tensor
+    d: torch.Tensor
+    """The factor of inputs that are added to the results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Layers with recurrent state: causal convolutions and gated delta rules.
+"""Layers with recurrent state: causal convolutions, gated delta rules and selective scans.
 
 Owns the choice of the kernels and their plain versions in torch. States are updated in place; the
 caller has zeroed the state of a new sequence. States are views `[num_rows, ...]` of a buffer: rows
@@ -16,9 +16,9 @@ from attention.kernels.arguments import CHUNK_SIZE
 from attention.kernels.cpu import recurrent_steps
 
 if TYPE_CHECKING:
-    from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
+    from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
 
-__all__ = ["causal_conv", "delta_rule", "gated_delta_rule"]
+__all__ = ["causal_conv", "delta_rule", "gated_delta_rule", "selective_scan"]
 
 _EPS = 1e-6
 """Added to the sum of squares of queries and keys."""
@@ -106,6 +106,47 @@ def gated_delta_rule(
     return _delta_rule(query, key, value, log_decay, beta, norm, states, segments)
 
 
+def selective_scan(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    gates: ScanGates,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Return the selective scan of each segment, `[num_tokens, num_heads, head_size]`.
+
+    A token decays the state S, adds `step_size * x b^T` to it, and returns `S c + d x`. `x` is
+    `[num_tokens, num_heads, head_size]`, `b` and `c` are `[num_tokens, num_groups, state_size]`;
+    adjacent heads share a group. `states` are `[num_rows, num_heads, head_size, state_size]`.
+    """
+    if x.is_cuda:
+        from attention.kernels.triton import selective_scan as triton_kernels
+
+        return triton_kernels.selective_scan(x, b, c, gates, states, segments)
+    sizes = functional.softplus(gates.dt.float() + gates.dt_bias)
+    log_decay = -gates.a_log.exp() * sizes
+    out = x.new_zeros(x.shape)
+    parts = c, b, x, log_decay, sizes
+    alone = []
+    for row, first, end in segments.spans():
+        is_last_alone = (end - first) % CHUNK_SIZE == 1
+        if is_last_alone:
+            alone.append((end - 1, row))
+        if first < end - is_last_alone:
+            chunks = slice(first, end - is_last_alone)
+            inputs = _spread(*(part[chunks] for part in parts))
+            results = _scan_chunks(*inputs, state=states[row])
+            out[chunks] = results.add_(x[chunks] * gates.d[:, None])
+    if not alone or recurrent_steps.scan_step(*parts, gates.d, states, segments, out):
+        return out
+    tokens, rows = torch.tensor(alone, device=x.device).unbind(1)
+    inputs = _spread(*(part[tokens] for part in parts))
+    results = _scan_step(*inputs, states=states, rows=rows)
+    out[tokens] = results.add_(x[tokens] * gates.d[:, None]).to(out.dtype)
+    return out
+
+
 def _delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -146,12 +187,23 @@ def _prepared(
     value: torch.Tensor,
     log_decay: torch.Tensor,
     beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the inputs in float32, `[num_tokens, num_value_heads, size]`, keys as unit vectors."""
+) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a delta rule in float32, with queries and keys as unit vectors."""
+    query = _unit(query).mul_(key.shape[2] ** -0.5)
+    return _spread(query, _unit(key), value, log_decay, beta)
+
+
+def _spread(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    factor: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return inputs in float32, `[num_tokens, num_heads, size]`, with a key for each head."""
     num_shared = value.shape[1] // key.shape[1]
-    query = _unit(query).mul_(key.shape[2] ** -0.5).repeat_interleave(num_shared, dim=1)
-    key = _unit(key).repeat_interleave(num_shared, dim=1)
-    return query, key, value.float(), log_decay.unsqueeze(2), beta.unsqueeze(2)
+    query, key = (part.float().repeat_interleave(num_shared, dim=1) for part in (query, key))
+    return query, key, value.float(), log_decay.unsqueeze(2), factor.unsqueeze(2)
 
 
 def _normed(x: torch.Tensor, norm: GatedNorm | None, tokens: slice | torch.Tensor) -> torch.Tensor:
@@ -207,28 +259,88 @@ def _delta_chunks(
     parts = (query, key, value, log_decay, beta)
     query, key, value, log_decay, beta = (_chunks(part) for part in parts)
     decay = log_decay.cumsum(2)  # [num_heads, num_chunks, CHUNK_SIZE, 1]
-    is_later = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=key.device).triu_(1)
-    pairs = (decay - decay.mT).masked_fill_(is_later, float("-inf")).exp_()
+    pairs = _pair_decays(decay)
     weighted = key * beta
     system = (weighted @ key.mT).mul_(pairs)
     known = torch.cat((value * beta, weighted * decay.exp()), dim=3)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     from_values, from_state = solved.split((value.shape[3], key.shape[3]), dim=3)
+    out = _pass_chunks(query, key, from_values, decay, pairs, state, from_state=from_state)
+    return out.narrow(0, 0, num_tokens)
+
+
+def _scan_step(
+    c: torch.Tensor,
+    b: torch.Tensor,
+    x: torch.Tensor,
+    log_decay: torch.Tensor,
+    sizes: torch.Tensor,
+    *,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """Return the results of one token of each of some rows, as `_delta_step` does."""
+    state = states[rows].float() * log_decay.exp().unsqueeze(3)
+    state += (x * sizes).unsqueeze(3) * b.unsqueeze(2)
+    states[rows] = state.to(states.dtype)
+    return (state @ c.unsqueeze(3)).squeeze(3)
+
+
+def _scan_chunks(
+    c: torch.Tensor,
+    b: torch.Tensor,
+    x: torch.Tensor,
+    log_decay: torch.Tensor,
+    sizes: torch.Tensor,
+    *,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return the results of a segment by chunks, as `_delta_chunks` does."""
+    num_tokens = len(x)
+    c, b, x, log_decay = (_chunks(part) for part in (c, b, x * sizes, log_decay))
+    decay = log_decay.cumsum(2)
+    out = _pass_chunks(c, b, x, decay, _pair_decays(decay), state, from_state=None)
+    return out.narrow(0, 0, num_tokens)
+
+
+def _pair_decays(decay: torch.Tensor) -> torch.Tensor:
+    """Return the decays from each token to later tokens of its chunk; 0 to earlier tokens."""
+    is_later = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=decay.device).triu_(1)
+    return (decay - decay.mT).masked_fill_(is_later, float("-inf")).exp_()
+
+
+def _pass_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    changes: torch.Tensor,
+    decay: torch.Tensor,
+    pairs: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    from_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the results of all chunks, `[tokens of all chunks, num_heads, value_size]`.
+
+    All tensors but the state are `[num_heads, num_chunks, CHUNK_SIZE, size]`. The product of the
+    state and `from_state` is subtracted from the changes.
+    """
     seen = (query @ key.mT).mul_(pairs)
     query = query * decay.exp()
     last = decay[:, :, -1:]
     key = key * (last - decay).exp()
     last = last.exp()
-    out = torch.empty_like(value)
+    out = torch.empty_like(changes)
     current = state.float()
-    for i in range(value.shape[1]):
-        changes = from_values[:, i] - from_state[:, i] @ current.mT
-        out[:, i] = query[:, i] @ current.mT + seen[:, i] @ changes
-        current = current * last[:, i] + changes.mT @ key[:, i]
+    for i in range(changes.shape[1]):
+        change = changes[:, i]
+        if from_state is not None:
+            change = change - from_state[:, i] @ current.mT
+        out[:, i] = query[:, i] @ current.mT + seen[:, i] @ change
+        current = current * last[:, i] + change.mT @ key[:, i]
         # As where a segment ends, so that results do not depend on the ends.
         current = current.to(state.dtype).float()
     state.copy_(current)
-    return out.permute(1, 2, 0, 3).flatten(0, 1).narrow(0, 0, num_tokens)
+    return out.permute(1, 2, 0, 3).flatten(0, 1)
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:

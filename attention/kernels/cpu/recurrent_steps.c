@@ -1,6 +1,6 @@
 /*
- * Layers with recurrent state on the CPU: causal convolutions, and gated delta rules of one token.
- * A state is read and written once.
+ * Layers with recurrent state on the CPU: causal convolutions, and delta rules and selective
+ * scans of one token. A state is read and written once.
  */
 #include <math.h>
 

@@ -1,4 +1,4 @@
-"""Causal convolutions, and gated delta rules of one token, on the CPU."""
+"""Causal convolutions, and delta rules and selective scans of one token, on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attention.kernels.cpu.native import load_kernels
 if TYPE_CHECKING:
     from attention.kernels.arguments import GatedNorm, Segments
 
-__all__ = ["causal_conv", "delta_step"]
+__all__ = ["causal_conv", "delta_step", "scan_step"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 _MAX_WIDTH, _MAX_KEY_SIZE = 4, 512
@@ -22,12 +22,12 @@ _MAX_WIDTH, _MAX_KEY_SIZE = 4, 512
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Delta(ctypes.Structure):
-    """The arguments of a delta rule, as recurrent_steps_body.h declares them."""
+class _Step(ctypes.Structure):
+    """The arguments of a step, as recurrent_steps_body.h declares them."""
 
     _fields_ = (
         *((name, _ADDRESS) for name in ("query", "key", "value", "z")),
-        *((name, _ADDRESS) for name in ("log_decay", "beta", "weight", "states")),
+        *((name, _ADDRESS) for name in ("log_decay", "beta", "skip", "weight", "states")),
         *((name, _ADDRESS) for name in ("query_starts", "rows", "out")),
         *((name, _NUMBER) for name in ("query_stride", "key_stride", "value_stride", "z_stride")),
         *((name, _NUMBER) for name in ("row_stride", "num_segments", "num_key_heads", "num_heads")),
@@ -90,9 +90,43 @@ def delta_step(
     Arguments are as in `recurrent.delta_rule`; `out` is `[num_tokens, num_heads, value_size]`, of
     the dtype of the values, and becomes the gated norm if there is a norm.
     """
+    return _step(query, key, value, log_decay, beta, None, norm, states, segments, out)
+
+
+def scan_step(
+    c: torch.Tensor,
+    b: torch.Tensor,
+    x: torch.Tensor,
+    log_decay: torch.Tensor,
+    sizes: torch.Tensor,
+    d: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+) -> bool:
+    """Write the results of a selective scan, as `delta_step` does.
+
+    `log_decay` and `sizes` are `[num_tokens, num_heads]` float32; others as in
+    `recurrent.selective_scan`.
+    """
+    return _step(c, b, x, log_decay, sizes, d, None, states, segments, out)
+
+
+def _step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    skip: torch.Tensor | None,
+    norm: GatedNorm | None,
+    states: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+) -> bool:
     num_heads, value_size, key_size = states.shape[1:]
     suffix = _SUFFIXES.get(states.dtype)
-    kernel = _kernel(f"delta_step_{suffix}_states", value.dtype)
+    kernel = _kernel(f"step_{suffix}_states", value.dtype)
     if kernel is None or suffix is None or key_size > _MAX_KEY_SIZE:
         return False
     parts = ((query, key_size), (key, key_size), (value, value_size))
@@ -100,16 +134,18 @@ def delta_step(
     assert states.stride()[1:] == (value_size * key_size, key_size, 1)
     assert out.is_contiguous()
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
+    assert skip is None or skip.dtype == torch.float32
     weight = None if norm is None else norm.weight.float()
     z = None if norm is None else norm.z
     assert z is None or z.stride()[1:] == (value_size, 1)
-    delta = _Delta(
+    step = _Step(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
         z=None if z is None else z.data_ptr(),
         log_decay=log_decay.data_ptr(),
         beta=beta.data_ptr(),
+        skip=None if skip is None else skip.data_ptr(),
         weight=None if weight is None else weight.data_ptr(),
         states=states.data_ptr(),
         query_starts=segments.query_starts.data_ptr(),
@@ -128,7 +164,7 @@ def delta_step(
         scale=key_size**-0.5,
         eps=0.0 if norm is None else norm.eps,
     )
-    kernel(ctypes.byref(delta))
+    kernel(ctypes.byref(step))
     return True
 
 

@@ -62,13 +62,15 @@ void NAME(causal_conv)(
     }
 }
 
-/* Copies a vector, divided by its length, times a factor. */
-INLINE void NAME(unit)(const ELEMENT *from, float *to, int64_t size, float factor) {
+/* Copies a vector; if `is_unit`, divided by its length, and times a factor. */
+INLINE void NAME(copy_unit)(
+    const ELEMENT *from, float *to, int64_t size, float factor, int is_unit) {
     float squares = 0.0f;
     for (int64_t i = 0; i < size; i++) {
         to[i] = NAME(one)(from + i);
         squares += to[i] * to[i];
     }
+    if (!is_unit) return;
     factor /= sqrtf(squares + 1e-6f);
     for (int64_t i = 0; i < size; i++) to[i] *= factor;
 }
@@ -90,28 +92,32 @@ static void NAME(gate_head)(
     }
 }
 
+/*
+ * A delta rule; or, with `skip`, a selective scan: keys are not normed, beta is the step size, and
+ * the product of skip and value is added to the result. With z, the results are normed.
+ */
 typedef struct {
     const ELEMENT *query, *key, *value, *z;
-    const float *log_decay, *beta, *weight;
+    const float *log_decay, *beta, *skip, *weight;
     void *states;
     const int32_t *query_starts, *rows;
     ELEMENT *out;
     int64_t query_stride, key_stride, value_stride, z_stride, row_stride;
     int64_t num_segments, num_key_heads, num_heads, key_size, value_size;
     float scale, eps;
-} NAME(Delta);
+} NAME(Step);
 
-/* The row of the state of one head, and the token of a segment if it is alone in its chunk. */
-INLINE int64_t NAME(lone_token)(const NAME(Delta) *delta, int64_t segment) {
-    const int64_t first = delta->query_starts[segment], end = delta->query_starts[segment + 1];
-    return delta->rows[segment] >= 0 && (end - first) % CHUNK == 1 ? end - 1 : -1;
+/* The last token of a segment if it is alone in its chunk, or -1. */
+INLINE int64_t NAME(lone_token)(const NAME(Step) *step, int64_t segment) {
+    const int64_t first = step->query_starts[segment], end = step->query_starts[segment + 1];
+    return step->rows[segment] >= 0 && (end - first) % CHUNK == 1 ? end - 1 : -1;
 }
 
 #define STATE float
 #define STATED(x) NAME(x##_float_states)
 #define ONE_STATE one_float
 #define STORE_STATE store_float
-#include "recurrent_steps_delta.h"
+#include "recurrent_steps_states.h"
 #undef STATE
 #undef STATED
 #undef ONE_STATE
@@ -121,7 +127,7 @@ INLINE int64_t NAME(lone_token)(const NAME(Delta) *delta, int64_t segment) {
 #define STATED(x) NAME(x##_bfloat_states)
 #define ONE_STATE one_bfloat
 #define STORE_STATE store_bfloat
-#include "recurrent_steps_delta.h"
+#include "recurrent_steps_states.h"
 #undef STATE
 #undef STATED
 #undef ONE_STATE

@@ -25,7 +25,15 @@ from attention.kernels.triton.tuning import dot_type, next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.arguments import Segments
 
-__all__ = ["NORM_EPS", "delta_chunks", "gate_tensors", "load_gates"]
+__all__ = [
+    "NORM_EPS",
+    "delta_chunks",
+    "empty_decays",
+    "gate_tensors",
+    "load_gates",
+    "load_steps",
+    "pass_chunks",
+]
 
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of squares of queries and keys."""
@@ -39,6 +47,24 @@ _RESULT_OPTIONS = {"num_warps": 4, "num_stages": 3}
 _EXACT_OPTIONS = {"num_warps": 8, "num_stages": 1}
 """Options of all three kernels in float32, where operands take more memory."""
 _EXACT_VALUES = 32
+_PRECISION = "tf32x3"
+"""Of products in float32: three terms are as precise, and tensor cores compute them."""
+
+
+@triton.jit
+def load_steps(
+    a: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor, is_token: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the logarithms of the decay and the step sizes of a head; zeros without a token.
+
+    `a` are pointers to the entries of tokens, and `a_log` and `dt_bias` to the entry of the head.
+    """
+    x = tl.load(a, mask=is_token, other=0.0).to(tl.float32) + tl.load(dt_bias)
+    # The logarithm of 1 + u would lose a small u.
+    u = tl.exp(tl.minimum(x, 20.0))
+    softplus = tl.where(u < 1e-3, u * (1.0 - 0.5 * u), tl.log(1.0 + u))
+    softplus = tl.where(is_token, tl.where(x > 20.0, x, softplus), 0.0)
+    return -tl.exp(tl.load(a_log)) * softplus, softplus
 
 
 @triton.jit
@@ -52,19 +78,14 @@ def load_gates(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the logarithms of the decay and the betas of a head; zeros without a token.
 
-    `a` and `b` are pointers to the entries of tokens, and `a_log` and `dt_bias` to the entry of the
-    head. With `has_gates`, `a` and `b` are the gates; otherwise `DeltaGates` says what they are.
+    Pointers are as in `load_steps`. With `has_gates`, `a` and `b` are the gates; otherwise
+    `DeltaGates` says what they are.
     """
-    x = tl.load(a, mask=is_token, other=0.0).to(tl.float32)
     y = tl.load(b, mask=is_token, other=0.0).to(tl.float32)
     if has_gates:
-        return x, y
-    x += tl.load(dt_bias)
-    # The logarithm of 1 + u would lose a small u.
-    u = tl.exp(tl.minimum(x, 20.0))
-    softplus = tl.where(u < 1e-3, u * (1.0 - 0.5 * u), tl.log(1.0 + u))
-    log_decay = -tl.exp(tl.load(a_log)) * tl.where(x > 20.0, x, softplus)
-    return tl.where(is_token, log_decay, 0.0), tl.where(is_token, 1.0 / (1.0 + tl.exp(-y)), 0.0)
+        return tl.load(a, mask=is_token, other=0.0).to(tl.float32), y
+    log_decay, _ = load_steps(a, a_log, dt_bias, is_token)
+    return log_decay, tl.where(is_token, 1.0 / (1.0 + tl.exp(-y)), 0.0)
 
 
 @triton.jit
@@ -209,11 +230,13 @@ def _pass_states(
     states: tl.tensor,
     num_tokens: tl.tensor,
     key_stride: tl.tensor,
+    change_stride: tl.tensor,
     row_stride: tl.tensor,
     num_key_heads: tl.constexpr,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
     value_size: tl.constexpr,
+    is_delta: tl.constexpr,
     dot_type: tl.constexpr,
     precision: tl.constexpr,
     is_dependent: tl.constexpr,
@@ -222,10 +245,10 @@ def _pass_states(
 ) -> None:
     """Pass some rows of the state of one segment and head from chunk to chunk.
 
-    Launched by `delta_chunks`; grid `(tiles of values, num_heads, num_segments)`. Pointers: as in
-    `_solve_chunk`; changes `[num_tokens, num_heads, value_size]`, at first the solution from
-    values; chunk_states `[chunks, num_heads, value_size, key_size]`, the state before each chunk;
-    states `[num_rows, num_heads, value_size, key_size]`.
+    Launched by `pass_chunks`; grid `(tiles of values, num_heads, num_segments)`. Pointers: as in
+    `_solve_chunk`; changes `[num_tokens, num_heads, value_size]`, if `is_delta` at first the
+    solution from values; chunk_states `[chunks, num_heads, value_size, key_size]`, the state before
+    each chunk; states `[num_rows, num_heads, value_size, key_size]`.
     """
     wait_for_inputs(is_dependent)
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -251,18 +274,17 @@ def _pass_states(
     for first in range(start, end, _CHUNK):
         tokens = first + tl.arange(0, _CHUNK)
         is_token = tokens < end
-        kept = state.to(dot_type)
         tl.store(chunk_states, state.to(chunk_states.dtype.element_ty), mask=is_state)
-        factors = _load_tile(
-            from_state, tokens, end, num_heads * key_size, key_columns, key_size, dot_type
-        )
-        change_places = (
-            tokens.to(tl.int64)[:, None] * (num_heads * value_size) + value_columns[None, :]
-        )
+        change_places = tokens.to(tl.int64)[:, None] * change_stride + value_columns[None, :]
         is_change = is_token[:, None] & (value_columns < value_size)[None, :]
         change = tl.load(changes + change_places, mask=is_change, other=0.0).to(tl.float32)
-        change -= tl.dot(factors, tl.trans(kept), input_precision=precision)
-        tl.store(changes + change_places, change.to(changes.dtype.element_ty), mask=is_change)
+        if is_delta:
+            factors = _load_tile(
+                from_state, tokens, end, num_heads * key_size, key_columns, key_size, dot_type
+            )
+            kept = state.to(dot_type)
+            change -= tl.dot(factors, tl.trans(kept), input_precision=precision)
+            tl.store(changes + change_places, change.to(changes.dtype.element_ty), mask=is_change)
         decay = tl.load(decays + tokens, mask=is_token, other=0.0)
         last = tl.load(decays + tl.minimum(first + _CHUNK, end) - 1)
         scale = tl.load(key_scales + tokens, mask=is_token, other=0.0) * tl.exp(last - decay)
@@ -285,27 +307,32 @@ def _chunk_results(
     query_starts: tl.tensor,
     rows: tl.tensor,
     chunk_states: tl.tensor,
+    changes: tl.tensor,
+    skip: tl.tensor,
     out: tl.tensor,
     num_segments: tl.tensor,
     num_tokens: tl.tensor,
     query_stride: tl.tensor,
     key_stride: tl.tensor,
+    change_stride: tl.tensor,
     scale: tl.tensor,
     num_key_heads: tl.constexpr,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
     value_size: tl.constexpr,
+    is_delta: tl.constexpr,
     dot_type: tl.constexpr,
     precision: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
     tile_value: tl.constexpr,
 ) -> None:
-    """Write the results of one chunk and head over the changes of its tokens.
+    """Write the results of one chunk and head.
 
-    Launched by `delta_chunks`; grid `(chunks, num_heads, tiles of values)`. Pointers: as in
-    `_solve_chunk` and `_pass_states`; query `[num_tokens, num_key_heads, key_size]`; out
-    `[num_tokens, num_heads, value_size]`, at first the changes.
+    Launched by `pass_chunks`; grid `(chunks, num_heads, tiles of values)`. Pointers: as in
+    `_solve_chunk` and `_pass_states`; query `[num_tokens, num_key_heads, key_size]`; skip
+    `[num_heads]` float32, without `is_delta`; out `[num_tokens, num_heads, value_size]`, which may
+    be the changes.
     """
     wait_for_inputs(is_dependent)
     index, head = tl.program_id(0), tl.program_id(1)
@@ -326,8 +353,6 @@ def _chunk_results(
     offset = head // (num_heads // num_key_heads) * key_size
     keys = _load_tile(key + offset, tokens, end, key_stride, key_columns, key_size, dot_type)
     queries = _load_tile(query + offset, tokens, end, query_stride, key_columns, key_size, dot_type)
-    squares = queries.to(tl.float32) * queries.to(tl.float32)
-    query_scale = scale * tl.rsqrt(tl.sum(squares, axis=1) + NORM_EPS)
     decays += head.to(tl.int64) * num_tokens
     decay = tl.load(decays + tokens, mask=is_token, other=0.0)
     key_scale = tl.load(
@@ -342,9 +367,14 @@ def _chunk_results(
     between = tl.exp(tl.where(is_seen, decay[:, None] - decay[None, :], 0.0)) * key_scale[None, :]
     seen = tl.dot(queries, tl.trans(keys), input_precision=precision)
     seen = tl.where(is_seen, seen * between, 0.0).to(dot_type)
-    changes = tl.load(out + places, mask=is_out, other=0.0).to(dot_type)
-    sums += tl.dot(seen, changes, input_precision=precision)
-    sums *= query_scale[:, None]
+    change_places = tokens.to(tl.int64)[:, None] * change_stride + value_columns[None, :]
+    change = tl.load(changes + head * value_size + change_places, mask=is_out, other=0.0)
+    sums += tl.dot(seen, change.to(dot_type), input_precision=precision)
+    if is_delta:
+        squares = queries.to(tl.float32) * queries.to(tl.float32)
+        sums *= (scale * tl.rsqrt(tl.sum(squares, axis=1) + NORM_EPS))[:, None]
+    else:
+        sums += change.to(tl.float32) * tl.load(skip + head)
     tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_out)
 
 
@@ -379,71 +409,110 @@ def delta_chunks(
     """
     num_tokens, num_heads, value_size = value.shape
     num_key_heads, key_size = key.shape[1:]
-    device, num_segments = value.device, len(segments.rows)
-    num_chunks = max_chunks(num_tokens, segments)
+    device = value.device
     from_state = torch.empty((num_tokens, num_heads, key_size), dtype=value.dtype, device=device)
-    decays, key_scales = torch.empty(
-        (2, num_heads, num_tokens), dtype=torch.float32, device=device
-    ).unbind()
-    chunk_states = torch.empty(
-        (num_chunks, num_heads, value_size, key_size), dtype=value.dtype, device=device
-    )
+    decays, key_scales = empty_decays(value)
     a, b, a_log, dt_bias = gate_tensors(gates)
-    shape = (num_key_heads, num_heads, key_size, value_size)
     operand_type, is_exact = dot_type(value), value.dtype == torch.float32
-    # Products of three terms are as precise as float32, and tensor cores compute them.
-    dots = (operand_type, "tf32x3")
-    is_dependent, options = can_depend(device), launch_options(device)
-    tile_key = max(16, next_power_of_two(key_size))
-    tile_value = max(16, next_power_of_two(value_size))
     _SOLVE_CHUNK.launch(
-        (num_chunks, num_heads, 1),
+        (max_chunks(num_tokens, segments), num_heads, 1),
         (
             *(key, value, a, b, a_log, dt_bias, segments.query_starts, segments.rows),
             *(out, from_state, decays, key_scales),
         ),
         (
             *(key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
-            *shape,
+            *(num_key_heads, num_heads, key_size, value_size),
             not isinstance(gates, DeltaGates),
-            *dots,
+            operand_type,
+            _PRECISION,
             tl.float32 if operand_type == tl.float32 else tl.float16,
-            is_dependent,
-            tile_key,
-            tile_value,
+            can_depend(device),
+            max(16, next_power_of_two(key_size)),
+            max(16, next_power_of_two(value_size)),
         ),
-        (num_segments, num_tokens),
+        (len(segments.rows), num_tokens),
         **(_EXACT_OPTIONS if is_exact else _SOLVE_OPTIONS),
-        **options,
+        **launch_options(device),
     )
+    pass_chunks(
+        query,
+        key,
+        out,
+        decays,
+        key_scales,
+        states,
+        segments,
+        out,
+        from_state=from_state,
+        skip=None,
+    )
+
+
+def empty_decays(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for decays and scales of keys, `[num_heads, num_tokens]` float32 each."""
+    num_tokens, num_heads = value.shape[:2]
+    memory = torch.empty((2, num_heads, num_tokens), dtype=torch.float32, device=value.device)
+    return memory[0], memory[1]
+
+
+def pass_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    changes: torch.Tensor,
+    decays: torch.Tensor,
+    key_scales: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+    *,
+    from_state: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """Pass the states from chunk to chunk, and write the results of all chunks to `out`.
+
+    Arguments are those of the kernels. With `from_state`, it is a delta rule; otherwise, `skip` is
+    the factor of the changes that is added to the results.
+    """
+    num_tokens, num_heads, value_size = changes.shape
+    num_key_heads, key_size = key.shape[1:]
+    device, num_segments = changes.device, len(segments.rows)
+    num_chunks = max_chunks(num_tokens, segments)
+    chunk_states = torch.empty(
+        (num_chunks, num_heads, value_size, key_size), dtype=out.dtype, device=device
+    )
+    is_exact, is_delta = out.dtype == torch.float32, from_state is not None
+    shape = (num_key_heads, num_heads, key_size, value_size)
+    constants = (*shape, is_delta, dot_type(out), _PRECISION, can_depend(device))
+    tile_key = max(16, next_power_of_two(key_size))
+    tile_value = max(16, next_power_of_two(value_size))
     tile = min(_EXACT_VALUES if is_exact else _STATE_VALUES, tile_value)
+    starts, rows = segments.query_starts, segments.rows
     _PASS_STATES.launch(
         (triton.cdiv(value_size, tile), num_heads, num_segments),
         (
-            *(key, from_state, decays, key_scales, segments.query_starts, segments.rows),
-            *(out, chunk_states, states),
+            *(key, key if from_state is None else from_state, decays, key_scales, starts, rows),
+            *(changes, chunk_states, states),
         ),
-        (key.stride(0), states.stride(0), *shape, *dots, is_dependent, tile_key, tile),
+        (key.stride(0), changes.stride(0), states.stride(0), *constants, tile_key, tile),
         (num_tokens,),
         **(_EXACT_OPTIONS if is_exact else _PASS_OPTIONS),
-        **options,
+        **launch_options(device),
     )
     tile = min(_EXACT_VALUES if is_exact else _OUT_VALUES, tile_value)
     _CHUNK_RESULTS.launch(
         (num_chunks, num_heads, triton.cdiv(value_size, tile)),
         (
-            *(query, key, decays, key_scales, segments.query_starts, segments.rows),
-            *(chunk_states, out),
+            *(query, key, decays, key_scales, starts, rows, chunk_states),
+            *(changes, decays if skip is None else skip, out),
         ),
         (
-            *(query.stride(0), key.stride(0), key_size**-0.5),
-            *shape,
-            *dots,
-            is_dependent,
+            *(query.stride(0), key.stride(0), changes.stride(0), key_size**-0.5),
+            *constants,
             tile_key,
             tile,
         ),
         (num_segments, num_tokens),
         **(_EXACT_OPTIONS if is_exact else _RESULT_OPTIONS),
-        **options,
+        **launch_options(device),
     )

@@ -14,6 +14,7 @@ from attention.kernels.triton.delta_chunks import (
     delta_chunks,
     gate_tensors,
     load_gates,
+    load_steps,
 )
 from attention.kernels.triton.kernel_launcher import (
     KernelLauncher,
@@ -26,7 +27,7 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.arguments import GatedNorm, Segments
 
-__all__ = ["delta_rule"]
+__all__ = ["delta_rule", "launch_step"]
 
 _CHUNK = tl.constexpr(CHUNK_SIZE)
 _STEP_VALUES = 16
@@ -36,7 +37,7 @@ _NORM_HEADS = 8
 
 
 @triton.jit
-def _delta_step(
+def _step(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -44,6 +45,7 @@ def _delta_step(
     b: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
+    skip: tl.tensor,
     query_starts: tl.tensor,
     rows: tl.tensor,
     states: tl.tensor,
@@ -60,6 +62,7 @@ def _delta_step(
     key_size: tl.constexpr,
     value_size: tl.constexpr,
     has_gates: tl.constexpr,
+    is_delta: tl.constexpr,
     is_decode: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
@@ -67,9 +70,10 @@ def _delta_step(
 ) -> None:
     """Write some values of the result of one token and head, and update their rows of its state.
 
-    Launched by `delta_rule`; grid `(tiles of values, num_heads, num_segments)`. The token is the
+    Launched by `launch_step`; grid `(tiles of values, num_heads, num_segments)`. The token is the
     only one of its segment, or the last one if it is alone in its chunk. Pointers: as in
-    `_solve_chunk` and `_pass_states`; out `[num_tokens, num_heads, value_size]`.
+    `_solve_chunk` and `_pass_states`; skip `[num_heads]` float32, without `is_delta`; out
+    `[num_tokens, num_heads, value_size]`.
     """
     wait_for_inputs(is_dependent)
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -96,22 +100,25 @@ def _delta_step(
     q = tl.load(query + token * query_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
     k = tl.load(key + token * key_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
     v = tl.load(value + token * value_stride + head * value_size + values, mask=is_value, other=0.0)
-    log_decay, beta = load_gates(
-        a + token * a_stride + head,
-        b + token * b_stride + head,
-        a_log + head,
-        dt_bias + head,
-        row >= 0,
-        has_gates,
-    )
-    q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS)
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
-    state *= tl.exp(log_decay)
-    change = beta * (v.to(tl.float32) - tl.sum(state * k[None, :], axis=1))
+    v = v.to(tl.float32)
+    a += token * a_stride + head
+    if is_delta:
+        b += token * b_stride + head
+        log_decay, beta = load_gates(a, b, a_log + head, dt_bias + head, row >= 0, has_gates)
+        q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
+        state *= tl.exp(log_decay)
+        change = beta * (v - tl.sum(state * k[None, :], axis=1))
+    else:
+        log_decay, size = load_steps(a, a_log + head, dt_bias + head, row >= 0)
+        state *= tl.exp(log_decay)
+        change = size * v
     # The sums do not wait for the change: S q + (k q) change is (S + change k^T) q.
     result = tl.sum(state * q[None, :], axis=1) + tl.sum(k * q, axis=0) * change
     state += change[:, None] * k[None, :]
     tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
+    if not is_delta:
+        result += v * tl.load(skip + head)
     tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
 
 
@@ -148,7 +155,7 @@ def _gated_norm(
     tl.store(x, normed.to(x.dtype.element_ty), mask=mask)
 
 
-_DELTA_STEP = KernelLauncher(_delta_step)
+_STEP = KernelLauncher(_step)
 _GATED_NORM = KernelLauncher(_gated_norm)
 
 
@@ -167,44 +174,77 @@ def delta_rule(
     of `recurrent.delta_rule`; with a norm, that of `recurrent.gated_delta_rule`.
     """
     num_tokens, num_heads, value_size = value.shape
-    num_key_heads, key_size = key.shape[1:]
+    key_size = key.shape[2]
     for part, size in ((query, key_size), (key, key_size), (value, value_size)):
         assert part.stride()[1:] == (size, 1)
-    assert states.stride()[1:] == (value_size * key_size, key_size, 1)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    is_decode = segments.max_query_len == 1
-    if not is_decode:
+    if segments.max_query_len > 1:
         delta_chunks(query, key, value, gates, states, segments, out)
     a, b, a_log, dt_bias = gate_tensors(gates)
-    is_dependent, options = can_depend(value.device), launch_options(value.device)
-    tile_key, tile_value = next_power_of_two(key_size), next_power_of_two(value_size)
-    tile = min(_STEP_VALUES, tile_value)
-    _DELTA_STEP.launch(
-        (triton.cdiv(value_size, tile), num_heads, len(segments.rows)),
-        (
-            *(query, key, value, a, b, a_log, dt_bias),
-            *(segments.query_starts, segments.rows, states, out),
-        ),
-        (
-            *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
-            *(states.stride(0), key_size**-0.5),
-            *(num_key_heads, num_heads, key_size, value_size),
-            not isinstance(gates, DeltaGates),
-            is_decode,
-            is_dependent,
-            tile_key,
-            tile,
-        ),
-        num_warps=1,
-        **options,
+    parameters = a, b, a_log, dt_bias, a_log
+    has_gates = not isinstance(gates, DeltaGates)
+    launch_step(
+        query,
+        key,
+        value,
+        parameters,
+        states,
+        segments,
+        out,
+        has_gates=has_gates,
+        is_delta=True,
     )
     if norm is not None:
         z, weight, eps = norm.z, norm.weight, norm.eps
         _GATED_NORM.launch(
             (num_tokens, triton.cdiv(num_heads, _NORM_HEADS), 1),
             (out, z, weight),
-            (z.stride(0), eps, num_heads, value_size, is_dependent, _NORM_HEADS, tile_value),
+            (
+                *(z.stride(0), eps, num_heads, value_size, can_depend(out.device), _NORM_HEADS),
+                next_power_of_two(value_size),
+            ),
             num_warps=4,
-            **options,
+            **launch_options(out.device),
         )
     return out
+
+
+def launch_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    states: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+    *,
+    has_gates: bool,
+    is_delta: bool,
+) -> None:
+    """Write the results of tokens that are alone in their chunks, and update their states.
+
+    `parameters` are the tensors of the kernel from `a` to `skip`.
+    """
+    num_heads, value_size = value.shape[1:]
+    num_key_heads, key_size = key.shape[1:]
+    assert states.stride()[1:] == (value_size * key_size, key_size, 1)
+    a, b = parameters[:2]
+    tile_key = next_power_of_two(key_size)
+    tile = min(_STEP_VALUES, next_power_of_two(value_size))
+    _STEP.launch(
+        (triton.cdiv(value_size, tile), num_heads, len(segments.rows)),
+        (
+            *(query, key, value, *parameters),
+            *(segments.query_starts, segments.rows, states, out),
+        ),
+        (
+            *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
+            *(states.stride(0), key_size**-0.5),
+            *(num_key_heads, num_heads, key_size, value_size),
+            *(has_gates, is_delta, segments.max_query_len == 1, can_depend(value.device)),
+            tile_key,
+            tile,
+        ),
+        num_warps=1,
+        **launch_options(value.device),
+    )

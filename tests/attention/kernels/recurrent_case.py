@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from attention.kernels.arguments import Segments
+from attention.kernels.arguments import ScanGates, Segments
 from tests.attention.kernels.kernel_device import DEVICE
 
 NUM_ROWS = 9
@@ -184,4 +184,83 @@ class ConvCase:
             sums = functional.conv1d(inputs.t(), weight, bias, groups=num_channels).t()
             out[first:end] = functional.silu(sums) if activation == "silu" else sums
             states[row] = inputs[len(inputs) - width + 1 :]
+        return out, states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScanCase:
+    """The arguments of a selective scan."""
+
+    x: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    gates: ScanGates
+    states: torch.Tensor
+    segments: Segments
+
+    @classmethod
+    def make(
+        cls,
+        query_lens: list[int],
+        rows: list[int],
+        *,
+        num_groups: int = 2,
+        num_heads: int = 4,
+        head_size: int = 16,
+        state_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Make random arguments; x, b and c are views of one matrix."""
+        num_tokens, num_states = sum(query_lens), num_groups * state_size
+        mixed = torch.randn(num_tokens, num_heads * head_size + 2 * num_states)
+        mixed = mixed.to(dtype).to(DEVICE)
+        x, b, c = mixed.split((num_heads * head_size, num_states, num_states), dim=1)
+        parameters = torch.randn(3, num_heads, device=DEVICE)
+        return cls(
+            x=x.unflatten(1, (num_heads, head_size)),
+            b=b.unflatten(1, (num_groups, state_size)),
+            c=c.unflatten(1, (num_groups, state_size)),
+            gates=ScanGates(
+                dt=torch.randn(num_tokens, num_heads + 1).to(dtype).to(DEVICE)[:, :num_heads],
+                a_log=parameters[0],
+                dt_bias=3 * parameters[1] - 2,
+                d=parameters[2],
+            ),
+            states=state_view(num_heads, head_size, state_size, dtype=state_dtype),
+            segments=segments_of(query_lens, rows),
+        )
+
+    def part(self, first: int, end: int, row: int) -> "ScanCase":
+        """Return a case of some tokens as one segment, with the same states."""
+        return replace(
+            self,
+            x=self.x[first:end],
+            b=self.b[first:end],
+            c=self.c[first:end],
+            gates=replace(self.gates, dt=self.gates.dt[first:end]),
+            segments=segments_of([end - first], [row]),
+        )
+
+    def run(self, scan: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Return the results of an implementation, which updates the states."""
+        return scan(self.x, self.b, self.c, self.gates, self.states, self.segments)
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results and the states afterwards, token by token in float64."""
+        x, b, c = self.x.double(), self.b.double(), self.c.double()
+        b, c = (part.repeat_interleave(x.shape[1] // b.shape[1], dim=1) for part in (b, c))
+        gates = self.gates
+        sizes = functional.softplus(gates.dt.double() + gates.dt_bias.double())
+        decays = (-gates.a_log.double().exp() * sizes).exp()
+        out = torch.zeros_like(x)
+        states = self.states.double()
+        for row, first, end in self.segments.spans():
+            state = states[row]
+            for token in range(first, end):
+                state *= decays[token, :, None, None]
+                added = sizes[token, :, None] * x[token]
+                state += added[:, :, None] * b[token, :, None]
+                out[token] = torch.einsum("hpn,hn->hp", state, c[token])
+                out[token] += gates.d.double()[:, None] * x[token]
         return out, states

@@ -14,13 +14,20 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from attention.kernels.arguments import DeltaGates, GatedNorm
 from attention.kernels.cpu import recurrent_steps
 from attention.kernels.cpu.native import find_compiler
-from attention.kernels.recurrent import causal_conv, delta_rule, gated_delta_rule
+from attention.kernels.recurrent import (
+    causal_conv,
+    delta_rule,
+    gated_delta_rule,
+    selective_scan,
+)
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
     ConvCase,
     DeltaCase,
+    ScanCase,
     has_untouched_surroundings,
     segments_of,
+    state_view,
 )
 
 
@@ -169,3 +176,52 @@ def test_gates_and_norm_equal_those_of_transformers(query_lens: list[int]) -> No
 
 def test_segments_without_tokens_or_a_row_have_no_span() -> None:
     assert segments_of([2, 0, 3, 1], [4, 1, -1, 0]).spans() == [(4, 0, 2), (0, 5, 6)]
+
+
+@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
+@pytest.mark.parametrize(
+    ("num_groups", "num_heads", "head_size", "state_size"), [(2, 4, 16, 32), (1, 3, 20, 8)]
+)
+def test_selective_scans_are_exact(
+    query_lens: list[int],
+    rows: list[int],
+    num_groups: int,
+    num_heads: int,
+    head_size: int,
+    state_size: int,
+) -> None:
+    torch.manual_seed(0)
+    case = ScanCase.make(
+        query_lens,
+        rows,
+        num_groups=num_groups,
+        num_heads=num_heads,
+        head_size=head_size,
+        state_size=state_size,
+    )
+    expected, states = case.exact()
+    out = case.run(selective_scan)
+    # Decays between tokens are differences of sums, in which large decays come before small ones.
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(case.states.double(), states, rtol=1e-4, atol=1e-4)
+    assert has_untouched_surroundings(case.states)
+
+
+def test_scans_that_are_cut_on_the_grid_give_equal_bits() -> None:
+    torch.manual_seed(0)
+    whole = ScanCase.make([193], [2], state_dtype=torch.bfloat16)
+    cut = replace(whole, states=state_view(*whole.states.shape[1:], dtype=torch.bfloat16))
+    cut.states.copy_(whole.states)
+    expected = whole.run(selective_scan)
+    parts = [cut.part(first, end, 2) for first, end in ((0, 64), (64, 192), (192, 193))]
+    assert torch.equal(torch.cat([part.run(selective_scan) for part in parts]), expected)
+    assert torch.equal(cut.states, whole.states)
+
+
+def test_scans_of_bfloat16_with_bfloat16_states_are_near() -> None:
+    torch.manual_seed(0)
+    case = ScanCase.make([1, 70], [3, 1], dtype=torch.bfloat16, state_dtype=torch.bfloat16)
+    expected, states = case.exact()
+    out = case.run(selective_scan).double()
+    assert (out - expected).norm() < 5e-3 * expected.norm()
+    assert (case.states.double() - states)[:4].norm() < 5e-3 * states[:4].norm()

@@ -16,6 +16,7 @@ from attention.kernels.arguments import (
     NewTokens,
     QuantizedRows,
     Rotary,
+    ScanGates,
     Segments,
 )
 from attention.kernels.triton.causal_conv import causal_conv
@@ -59,6 +60,7 @@ from attention.kernels.triton.received_rows import (
     add_received,
     add_received_norm,
 )
+from attention.kernels.triton.selective_scan import selective_scan
 from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 from attention.kernels.triton.write_new_tokens import write_new_tokens
 
@@ -338,7 +340,7 @@ def sums_over_ranks() -> None:
 
 
 def recurrent(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    """Run decodes and prefills of layers with recurrent state, as Qwen3.5-35B-A3B has them."""
+    """Run decodes and prefills of layers with recurrent state, as Qwen3.5-35B-A3B or Mamba-2."""
     for num_tokens, num_segments in ((64, 64), (2048, 3)):
         segments = Segments(
             query_starts=tensor(num_segments + 1, dtype=INT),
@@ -361,6 +363,13 @@ def recurrent(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         states = tensor(64, 32, 128, 128, dtype=state_dtype)
         values = values.unflatten(1, (32, 128))
         delta_rule(keys[:, 0], keys[:, 1], values, gates, norm, states, segments)
+        scan_gates = ScanGates(
+            dt=gates.a, a_log=gates.a_log, dt_bias=gates.dt_bias, d=tensor(32, dtype=torch.float32)
+        )
+        groups = mixed[:, 4096:6144].unflatten(1, (2, 8, 128))
+        x = mixed[:, :2048].unflatten(1, (32, 64))
+        scan_states = tensor(64, 32, 64, 128, dtype=state_dtype)
+        selective_scan(x, groups[:, 0], groups[:, 1], scan_gates, scan_states, segments)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
