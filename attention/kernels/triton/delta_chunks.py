@@ -483,7 +483,7 @@ def pass_chunks(
     )
     is_exact, is_delta = out.dtype == torch.float32, from_state is not None
     shape = (num_key_heads, num_heads, key_size, value_size)
-    constants = (*shape, is_delta, dot_type(out), _PRECISION, can_depend(device))
+    constants = (*shape, is_delta, dot_type(key), _PRECISION, can_depend(device))
     tile_key = max(16, next_power_of_two(key_size))
     tile_value = max(16, next_power_of_two(value_size))
     tile = min(_EXACT_VALUES if is_exact else _STATE_VALUES, tile_value)

@@ -224,7 +224,7 @@ class ScanCase:
             gates=ScanGates(
                 dt=torch.randn(num_tokens, num_heads + 1).to(dtype).to(DEVICE)[:, :num_heads],
                 a_log=parameters[0],
-                dt_bias=3 * parameters[1] - 2,
+                dt_bias=parameters[1] - 3,
                 d=parameters[2],
             ),
             states=state_view(num_heads, head_size, state_size, dtype=state_dtype),
