@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.choice import Choice, Draws, FloatArray, IntArray
+from workers.sampling.choice import Choice, Draws, IntArray
 from workers.sampling.device_choice import Uploader
 from workers.sampling.edits import BadWords, LogitEdits, Penalties, apply_masks, num_mask_bytes
 from workers.sampling.logprobs import (
@@ -26,25 +26,23 @@ from workers.sampling.logprobs import (
     RawLogprobs,
     describe_prompts,
 )
+from workers.sampling.noise import generator_start, noise_keys
 from workers.sampling.numpy_choice import NumpyChoice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
     from pagedray.batch import SequenceStart, TokenLogprobs
     from workers.layers.sharded_logits import ShardedLogits
 
-__all__ = ["Sampled", "Sampler", "finalize", "generator_start", "uniforms"]
+__all__ = ["Sampled", "Sampler"]
 
 _MAX_SCORE_BYTES = 2**26
 _Ints: TypeAlias = "Sequence[int] | IntArray"
 
-# At this temperature any difference of float32 logits gives the lower one probability 0.
-LOWEST_TEMPERATURE = 1e-20
+# At a lower temperature, rows are greedy: float32 could not hold a score over it with its noise.
+LOWEST_TEMPERATURE = 1e-5
 _NO_POSITION = np.iinfo(np.int64).max
-GAMMA = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +120,7 @@ class Sampler:
             top_k=np.array([self._vocab_size]),
             top_p=np.array([0.5]),
             min_p=np.zeros(1),
-            uniform=np.array([0.5]),
+            key=np.zeros(1, dtype=np.int64),
         )
         for scores_dtype in dict.fromkeys((dtype, torch.float32)):
             scores = torch.zeros((1, self._vocab_size), dtype=scores_dtype, device=self._device)
@@ -135,18 +133,32 @@ class Sampler:
         """Return whether the token at any of these positions of these rows is masked."""
         return bool((self._needs_at(rows, positions) & Need.MASK).any())
 
-    def is_greedy(self, rows: _Ints, positions: _Ints) -> bool:
-        """Return whether these tokens are all greedy, without masks and log-probabilities."""
-        return not self._needs_at(rows, positions).any()
+    def needs_whole(self, rows: _Ints, positions: _Ints) -> bool:
+        """Return whether any of these tokens needs logits that other ranks hold."""
+        return bool((self._needs_at(rows, positions) & ~Need.RANDOM).any())
 
     def _needs_at(self, rows: _Ints, positions: _Ints) -> IntArray:
         row_ids = np.array(rows, dtype=np.int64)
         return self._rows.needs_at(row_ids, np.array(positions, dtype=np.int64))
 
     @torch.no_grad()
-    def argmax(self, logits: ShardedLogits) -> Sampled:
-        """Return the most likely token of every row; ranks exchange no logits but their largest."""
-        local_maxima = self._choice.local_maxima(logits.part, logits.first_id)
+    def sample_sharded(self, logits: ShardedLogits, rows: _Ints, positions: _Ints) -> Sampled:
+        """Return the tokens of rows that need no whole logits.
+
+        Each rank finds the maxima of its part, with noise for random rows; ranks gather these.
+        """
+        part, first_id = logits.part, logits.first_id
+        row_ids, row_positions = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
+        needs = self._rows.needs_at(row_ids, row_positions)
+        local_maxima = None if needs.all() else self._choice.local_maxima(part, first_id)
+        if len(drawn := np.flatnonzero(needs)):
+            draws = self._rows.draws(row_ids[drawn], row_positions[drawn])
+            drawn_maxima = self._choice.drawn_maxima(part, drawn, draws, first_id)
+            if local_maxima is None:
+                local_maxima = drawn_maxima
+            else:
+                local_maxima[self._uploader.upload(drawn)] = drawn_maxima
+        assert local_maxima is not None
         return Sampled(self._choice.tokens_of(logits.gather(local_maxima)))
 
     @torch.no_grad()
@@ -317,7 +329,7 @@ class SamplingRows:
         row, sampling = start.row, start.sampling
         self._needs[row] = self._needs_of(start)
         self._generator_starts[row] = generator_start(start.seed, start.index)
-        self._temperature[row] = max(sampling.temperature, LOWEST_TEMPERATURE)
+        self._temperature[row] = sampling.temperature
         top_k = sampling.top_k if sampling.top_k > 0 else self._vocab_size
         self._top_k[row] = min(top_k, self._vocab_size)
         self._top_p[row] = sampling.top_p
@@ -374,15 +386,12 @@ class SamplingRows:
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
-            uniform=self._uniforms(rows, positions),
+            key=noise_keys(self._generator_starts[rows], positions),
         )
-
-    def _uniforms(self, rows: IntArray, positions: IntArray) -> FloatArray:
-        return uniforms(self._generator_starts[rows], positions)
 
     def _needs_of(self, start: SequenceStart) -> Need:
         sampling, need = start.sampling, Need(0)
-        if not sampling.is_greedy:
+        if not sampling.is_greedy and sampling.temperature >= LOWEST_TEMPERATURE:
             need |= Need.RANDOM
             is_cut_off = 0 < sampling.top_k < self._vocab_size
             if is_cut_off or sampling.top_p < 1.0 or sampling.min_p > 0.0:
@@ -396,23 +405,3 @@ class SamplingRows:
         if start.bad_token_ids:
             need |= Need.BAD_WORDS
         return need
-
-
-def generator_start(seed: int, index: int) -> int:
-    """Return where the generator of a request's `index`-th sequence starts, in [0, 2**64)."""
-    words = np.array([seed % 2**64], dtype=np.uint64)
-    words = finalize(words + np.uint64(GAMMA)) ^ np.uint64(index)
-    return int(finalize(words + np.uint64(GAMMA))[0])
-
-
-def uniforms(starts: NDArray[np.uint64], positions: IntArray) -> FloatArray:
-    """Return a number in [0, 1) of 53 random bits for each position of its generator."""
-    words = finalize(starts + positions.astype(np.uint64) * np.uint64(GAMMA))
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def finalize(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the words, each mixed so that every bit depends on every bit."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from pagedray.v1 import pagedray_pb2 as pb
-from workers.sampler import generator_start, uniforms
+from workers.sampling.noise import generator_start, noise, noise_keys
 
 _WORDS = (
     *("def", "class", "return", "import", "path", "file", "open", "read", "write", "config"),
@@ -148,32 +149,32 @@ def least_margin(
     scores: Sequence[TokenScores],
     num_prompt_tokens: int,
 ) -> float:
-    """Return by how much a log-probability or a random number must change to change a token."""
+    """Return by how much two log-probabilities must differ otherwise to change a token."""
     if spec.temperature == 0.0:
         return min((top[0][1] - top[1][1] for top in scores), default=math.inf)
-    starts = np.array([generator_start(spec.seed, index)], dtype=np.uint64)
+    start = np.array([generator_start(spec.seed, index)], dtype=np.uint64)
     margin = math.inf
     for place, (token_id, top) in enumerate(zip(token_ids, scores, strict=True)):
-        position = np.array([num_prompt_tokens + place], dtype=np.int64)
-        uniform = float(uniforms(np.repeat(starts, 1), position)[0])
-        margin = min(margin, _drawn_margin(spec, token_id, top, uniform))
+        key = torch.from_numpy(noise_keys(start, np.array([num_prompt_tokens + place])))
+        margin = min(margin, _drawn_margin(spec, token_id, top, key))
     return margin
 
 
-def _drawn_margin(spec: Spec, token_id: int, top: TokenScores, uniform: float) -> float:
+def _drawn_margin(spec: Spec, token_id: int, top: TokenScores, key: torch.Tensor) -> float:
     assert 0 < spec.top_k < len(top), "The filter must keep less than what is reported."
-    kept = top[: spec.top_k]
-    weights = np.exp((np.array([score for _, score in kept]) - kept[0][1]) / spec.temperature)
-    ends = np.cumsum(weights) / weights.sum()
-    chosen = int(np.searchsorted(ends, uniform, side="right"))
-    assert kept[chosen][0] == token_id, "This is not how the server draws tokens."
-    begin = ends[chosen - 1] if chosen else 0.0
-    # The last one ends at 1, which no random number reaches.
-    end = ends[chosen] if chosen + 1 < len(kept) else math.inf
-    # Tokens whose order changes exchange their intervals; so does the last kept one with the next.
-    order = min(
-        top[place][1] - top[place + 1][1]
-        for place in range(max(chosen - 1, 0), min(chosen + 1, len(top) - 1))
+    ids, scores = torch.tensor([one for one, _ in top]), np.array([score for _, score in top])
+    # In units of log-probabilities.
+    sums = scores + noise(key, ids)[0].double().numpy() * spec.temperature
+    chosen = int(sums[: spec.top_k].argmax())
+    assert top[chosen][0] == token_id, "This is not how the server draws tokens."
+    others = np.delete(sums[: spec.top_k], chosen)
+    # The chosen token may fall out, and a token with a higher sum may come in.
+    dropped = scores[spec.top_k :]
+    is_rival = (sums[spec.top_k :] >= sums[chosen]) | (dropped == scores[-1])
+    return float(
+        min(
+            sums[chosen] - others.max(initial=-math.inf),
+            scores[chosen] - scores[spec.top_k],
+            scores[spec.top_k - 1] - dropped[is_rival].max(),
+        )
     )
-    begin_margin = uniform - begin if chosen else math.inf
-    return float(min(begin_margin, end - uniform, order))

@@ -125,8 +125,8 @@ class ModelRunner:
         """Return a function that samples the tokens of a step, given its masks."""
         logits = self.forward_pass.logits(hidden)
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
-        if logits.is_sharded and self._sampler.is_greedy(rows, positions):
-            return lambda _: self._sampler.argmax(logits)
+        if logits.is_sharded and not self._sampler.needs_whole(rows, positions):
+            return lambda _: self._sampler.sample_sharded(logits, rows, positions)
         sample = partial(self._sampler.sample, logits.whole(), rows, positions)
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 

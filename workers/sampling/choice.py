@@ -10,21 +10,26 @@ likely tokens, and the tokens that reach a probability are therefore always well
 3. top_k keeps the first k tokens.
 4. top_p (nucleus sampling; Holtzman et al., 2020) keeps the first tokens, up to the one at which
    the sum of weights reaches `top_p` of the weight of all that steps 2 and 3 kept.
-5. The sampled token is the one at which the running sum of the weights, in that order, first
-   exceeds `uniform` times their total. Rows without filters are summed in order of token id, which
-   saves the sort.
+5. The sampled token is the kept token with the highest sum of score / temperature and its noise,
+   as defined by `workers.sampling.noise`: the Gumbel-max trick (Maddison et al., 2014), which draws
+   a token in proportion to its weight. Of equal sums, it is the lowest id. The sum is computed in
+   float32, as float32(score) * float32(1 / temperature) + noise, rounded twice.
 
-A row's *local maximum* is one int64 for its first token and that token's score: of the local
-maxima of several parts of a vocabulary, the largest is that of the whole.
+Every implementation computes step 5 to the last bit. Where a sum of weights meets `top_p` within
+rounding, implementations may keep one token more or less, which seldom changes the sampled token.
 
-A row is *broken* if a score is NaN or +inf, or all are -inf; it gives -1, and no other row is
-touched. A token of weight zero is never chosen.
+A row's *local maximum* is one int64 for its first token and that token's score, or for the token of
+the highest sum and that sum: of the local maxima of several parts of a vocabulary, the largest is
+that of the whole.
+
+A row is *broken* if a score, or a score over the temperature, is NaN or +inf, or all are -inf; it
+gives -1, and no other row is touched. A token of score -inf is never chosen.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -32,10 +37,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CHUNK_SIZE", "Choice", "Draws", "FloatArray", "IntArray", "select_rows", "upload"]
+from workers.sampling.noise import noise
 
-# Sums over the vocabulary go by chunks, then through the chosen chunk: no running sum is that long.
-CHUNK_SIZE = 128
+__all__ = ["Choice", "Draws", "FloatArray", "IntArray", "select_rows", "upload"]
+
 _LAST = 0x7FFFFFFF
 """The key of NaN, which is larger than that of any score, and the largest id."""
 _INFINITE_SCORE = 0x7F800000
@@ -55,7 +60,17 @@ class Draws:
     """Number of tokens to choose from, 1 to the size of the vocabulary."""
     top_p: FloatArray
     min_p: FloatArray
-    uniform: FloatArray
+    key: IntArray
+    """Keys of the noise."""
+
+    @property
+    def scale(self) -> NDArray[np.float32]:
+        """The factor of scores, 1 / temperature."""
+        return (1.0 / self.temperature).astype(np.float32)
+
+    def of_rows(self, rows: slice) -> Draws:
+        """Return how the tokens of these rows are drawn."""
+        return Draws(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 class Choice(ABC):
@@ -93,9 +108,18 @@ class Choice(ABC):
         is_sound = (key > _NO_SCORE) & (key < _INFINITE_SCORE)
         return torch.where(is_sound, _LAST - (maximum & 0xFFFFFFFF), -1)
 
-    @abstractmethod
+    def drawn_maxima(
+        self, scores: Tensor, indices: IntArray, draws: Draws, first_id: int
+    ) -> Tensor:
+        """Return the local maxima of scores over temperatures with noise, `[len(indices)]`."""
+        device = scores.device
+        ids = torch.arange(first_id, first_id + scores.shape[1], device=device)
+        sums = select_rows(scores, indices).float() * upload(draws.scale, device).unsqueeze(1)
+        return Choice.local_maxima(self, sums + noise(upload(draws.key, device), ids), first_id)
+
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""
+        return self.tokens_of(self.drawn_maxima(scores, indices, draws, 0).unsqueeze(1))
 
     @abstractmethod
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from attention.kernels.triton.choice import (
     local_maxima,
 )
 from attention.kernels.triton.choice.scores import NUM_PARAMETERS
-from workers.sampling.choice import CHUNK_SIZE, Choice, Draws, IntArray, select_rows, upload
+from workers.sampling.choice import Choice, Draws, IntArray, select_rows, upload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,6 +65,15 @@ class TritonChoice(Choice):
         """Return the likeliest tokens from local maxima of all parts, int64 `[num_rows, parts]`."""
         return argmax(local_maxima)
 
+    def drawn_maxima(
+        self, scores: Tensor, indices: IntArray, draws: Draws, first_id: int
+    ) -> Tensor:
+        """Return the local maxima of scores over temperatures with noise, `[len(indices)]`."""
+        if not scores.shape[1]:
+            return super().local_maxima(scores[: len(indices)], first_id)
+        order, parameters = _parameters(self._uploader, indices, draws)
+        return local_maxima(scores, order, first_id, parameters)
+
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""
         return choose_unfiltered(scores, *_parameters(self._uploader, indices, draws))
@@ -101,7 +109,13 @@ def _parameters(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[Te
     columns = np.empty(first + NUM_PARAMETERS * num_rows)
     columns[:num_rows] = indices.view(np.float64)
     columns[first:] = np.concatenate(
-        (math.log2(math.e) / draws.temperature, draws.top_k, draws.top_p, floor, draws.uniform)
+        (
+            1.0 / draws.temperature,
+            draws.top_k,
+            draws.top_p,
+            floor,
+            draws.key.view(np.float64),
+        )
     )
     uploaded = uploader.upload(columns)
     parameters = uploaded[first:].view(NUM_PARAMETERS, num_rows)
@@ -119,39 +133,11 @@ class TorchChoice(Choice):
         is_sound = scores.gather(1, token_ids).isfinite()
         return token_ids.masked_fill_(~is_sound, -1).squeeze(1)
 
-    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from the whole vocabulary."""
-        scores = select_rows(scores, indices)
-        num_rows, vocab_size = scores.shape
-        temperature, uniform = _columns(scores.device, draws.temperature, draws.uniform)
-        num_chunks = -(-vocab_size // CHUNK_SIZE)
-        padding = num_chunks * CHUNK_SIZE - vocab_size
-        weights = functional.pad(scores.float(), (0, padding), value=-torch.inf)
-        weights = weights - weights.amax(dim=-1, keepdim=True)
-        weights = weights.div_(temperature.float()).exp_()
-        chunks = weights.view(num_rows, num_chunks, CHUNK_SIZE)
-        sums = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [num_rows, num_chunks]
-        total = sums[:, -1:]
-        target = uniform * total
-        chunk = (sums <= target).sum(dim=-1, keepdim=True)
-        before = functional.pad(sums, (1, 0)).gather(1, chunk)
-        where = chunk.unsqueeze(-1).expand(-1, -1, CHUNK_SIZE)
-        inside = chunks.gather(1, where).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
-        # The chunk's sum may have been rounded otherwise: a point beyond falls to the last token
-        # with weight.
-        offset = torch.minimum(
-            (inside <= target - before).sum(dim=-1, keepdim=True),
-            (inside < inside[:, -1:]).sum(dim=-1, keepdim=True),
-        )
-        token_ids = chunk * CHUNK_SIZE + offset
-        # One NaN makes the total NaN, and so does a highest score that is infinite.
-        return token_ids.masked_fill_(~total.isfinite(), -1).squeeze(1)
-
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn after min_p, top_k and top_p."""
         scores = select_rows(scores, indices).float()
-        temperature, top_k, top_p, min_p, uniform = _columns(
-            scores.device, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform
+        temperature, top_k, top_p, min_p = _columns(
+            scores.device, draws.temperature, draws.top_k, draws.top_p, draws.min_p
         )
         highest = scores.amax(dim=-1, keepdim=True)
         ids = self.top_tokens(scores, int(draws.top_k.max()))
@@ -160,12 +146,13 @@ class TorchChoice(Choice):
         weights = weights.masked_fill_((positions >= top_k) | (weights < min_p), 0.0)
         sums = weights.cumsum(dim=-1)  # [num_rows, num_tokens]
         before = functional.pad(sums[:, :-1], (1, 0))
-        num_kept = (before < top_p * sums[:, -1:]).sum(dim=-1, keepdim=True)
-        # Before the broken rows are marked, theirs may be 0.
-        total = sums.gather(1, (num_kept - 1).clamp_(min=0))
-        position = (sums <= uniform * total).sum(dim=-1, keepdim=True).clamp_(max=ids.shape[1] - 1)
-        token_ids = ids.gather(1, position)
-        return token_ids.masked_fill_(~highest.isfinite(), -1).squeeze(1)
+        is_kept = (weights > 0.0) & (before < top_p * sums[:, -1:])
+        # A broken row stays whole, as its sums have no meaning.
+        kept = torch.where(highest.isfinite(), -torch.inf, scores)
+        found = torch.where(is_kept, scores.gather(1, ids), kept.gather(1, ids))
+        kept.scatter_(1, ids, found)
+        local_maxima = self.drawn_maxima(kept, np.arange(len(indices)), draws, 0)
+        return self.tokens_of(local_maxima.unsqueeze(1))
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
         """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""

@@ -1,4 +1,4 @@
-"""The choice on the CPU: row by row in NumPy, but for the most likely tokens of bfloat16 scores.
+"""The choice on the CPU: row by row in NumPy, but for draws, and the first of bfloat16 scores.
 
 A row stays in the core's cache from its first pass to its last, NumPy's `argmax`, `partition` and
 `sort` are vectorized where torch's are not, and no pass waits for a pool of threads.
@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.kernels.cpu.draw import Draw
 from attention.kernels.cpu.greedy import Greedy
-from workers.sampling.choice import CHUNK_SIZE, Choice, Draws, IntArray
+from workers.sampling.choice import Choice, Draws, IntArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,7 @@ class NumpyChoice(Choice):
 
     def __init__(self) -> None:
         self._greedy = Greedy.make()
+        self._draw = Draw.make()
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the most likely tokens."""
@@ -49,42 +51,38 @@ class NumpyChoice(Choice):
         # torch finds the largest of bfloat16 numbers one by one.
         return super().local_maxima(scores.float(), first_id)
 
-    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from the whole vocabulary."""
-        num_chunks = -(-scores.shape[1] // CHUNK_SIZE)
-        # Padding after the vocabulary keeps weight 0.
-        weights = np.zeros(num_chunks * CHUNK_SIZE, dtype=np.float32)
-        # A low temperature may turn a difference into -inf, as it should.
-        with np.errstate(over="ignore"):
-            return _tokens(
-                [
-                    _unfiltered(row, temperature, uniform, weights)
-                    for row, temperature, uniform in zip(
-                        _rows(scores, indices),
-                        draws.temperature.tolist(),
-                        draws.uniform.tolist(),
-                        strict=True,
-                    )
-                ]
-            )
+    def drawn_maxima(
+        self, scores: Tensor, indices: IntArray, draws: Draws, first_id: int
+    ) -> Tensor:
+        """Return the local maxima of scores over temperatures with noise, `[len(indices)]`."""
+        if self._draw is None:
+            return super().drawn_maxima(scores, indices, draws, first_id)
+        if scores.dtype not in (torch.float32, torch.bfloat16) or scores.stride(1) != 1:
+            scores = scores.float().contiguous()
+        indices, keys = np.ascontiguousarray(indices), np.ascontiguousarray(draws.key)
+        return self._draw(scores, indices, draws.scale, keys, first_id)
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn after min_p, top_k and top_p."""
+        limits = zip(
+            *(draws.temperature.tolist(), draws.top_k.tolist()),
+            *(draws.top_p.tolist(), draws.min_p.tolist()),
+            strict=True,
+        )
+        scales, keys, token_ids = draws.scale.tolist(), draws.key.tolist(), []
+        # A low temperature may turn a difference into -inf, as it should.
         with np.errstate(over="ignore"):
-            return _tokens(
-                [
-                    _filtered(row, *limits)
-                    for row, *limits in zip(
-                        _rows(scores, indices),
-                        draws.temperature.tolist(),
-                        draws.top_k.tolist(),
-                        draws.top_p.tolist(),
-                        draws.min_p.tolist(),
-                        draws.uniform.tolist(),
-                        strict=True,
-                    )
-                ]
-            )
+            for index, row in enumerate(_rows(scores, indices)):
+                ids = _kept_ids(row, *next(limits))
+                if self._draw is not None:
+                    kept = ids.astype(np.uint32)
+                    token_ids.append(self._draw.token(row[ids], kept, scales[index], keys[index]))
+                    continue
+                whole = torch.full((1, len(row)), -torch.inf)
+                whole.numpy()[0, ids] = row[ids]
+                draw = draws.of_rows(slice(index, index + 1))
+                token_ids.append(int(self.unfiltered(whole, np.zeros(1, dtype=np.int64), draw)))
+        return _tokens(token_ids)
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
         """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
@@ -124,29 +122,13 @@ def _first_highest(row: Row) -> int:
     return token_id if math.isfinite(row[token_id]) else -1
 
 
-def _unfiltered(row: Row, temperature: float, uniform: float, weights: Row) -> int:
+def _kept_ids(
+    row: Row, temperature: float, top_k: int, top_p: float, min_p: float
+) -> NDArray[np.intp]:
+    """Return the tokens that the filters keep; of a broken row, a token that breaks it."""
     highest = row.max()
     if not math.isfinite(highest):
-        return -1
-    _weigh(row, highest, temperature, out=weights[: len(row)])
-    chunks = weights.reshape(-1, CHUNK_SIZE)
-    sums = chunks.sum(axis=1).cumsum(dtype=np.float64)
-    target = uniform * sums[-1]
-    chunk = int(sums.searchsorted(target, side="right"))
-    if chunk > 0:
-        target -= sums[chunk - 1]
-    inside = chunks[chunk].cumsum(dtype=np.float64)
-    # The chunk's sum is rounded differently; a target beyond it selects its last token with weight.
-    offset = min(inside.searchsorted(target, side="right"), inside.searchsorted(inside[-1]))
-    return chunk * CHUNK_SIZE + int(offset)
-
-
-def _filtered(
-    row: Row, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
-) -> int:
-    highest = row.max()
-    if not math.isfinite(highest):
-        return -1
+        return np.array([row.argmax()])
     total = None
     if top_k == len(row) and min_p == 0.0:
         weights = _weigh(row, highest, temperature, out=np.empty_like(row))
@@ -166,7 +148,7 @@ def _filtered(
     if top_p < 1.0:
         limit = top_p * (float(sums[-1]) if total is None else total)
         sums = sums[: sums.searchsorted(limit) + 1]
-    return int(ids[sums.searchsorted(uniform * sums[-1], side="right")])
+    return ids[: len(sums)]
 
 
 def _candidates(weights: Row, total: float, top_p: float) -> NDArray[np.intp]:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from pagedray.sampling_params import SamplingParams
 from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, loaded_model, run
 from tests.workers.reference_cases import EXPERT_PARALLEL_CASES
+from tests.workers.sampling.sampler_rig import make_start
 from workers.layers.sharded_logits import ShardedLogits
 from workers.parallel.group import ParallelGroup
 from workers.sampler import Sampler
@@ -34,14 +36,17 @@ def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None
             "expert_parallel": expert_parallel,
             "bfloat16": bfloat16,
             "collectives": _collectives(group),
-            "likeliest": _likeliest(group),
+            "sampled": _sampled(group),
         }
         torch.save(results, folder / f"rank{rank}.pt")
         group.barrier()
 
 
-def _likeliest(group: ParallelGroup) -> dict[str, torch.Tensor]:
-    """Return the most likely tokens of logits that are whole, and of those that are sharded."""
+def _sampled(group: ParallelGroup) -> dict[str, torch.Tensor]:
+    """Return tokens of logits that are whole, and of logits that are sharded.
+
+    Every second row is greedy.
+    """
     # 13 of them on each rank, and the last one is padding. Many logits are equal.
     vocab_size = 25
     whole = torch.randn(64, 26, generator=torch.Generator().manual_seed(0)).mul_(2).round_()
@@ -51,6 +56,8 @@ def _likeliest(group: ParallelGroup) -> dict[str, torch.Tensor]:
     # Padding is never the most likely.
     whole[:, vocab_size] = 100.0
     sampler = Sampler(max_num_rows=64, vocab_size=vocab_size, device=CPU)
+    for row in range(64):
+        sampler.start(make_start(SamplingParams(temperature=row % 2), row=row, seed=row))
     part = whole[:, 13 * group.rank :][:, :13].contiguous()
     logits = ShardedLogits(part, first_id=13 * group.rank, vocab_size=vocab_size, group=group)
     gathered = logits.whole()
@@ -58,7 +65,9 @@ def _likeliest(group: ParallelGroup) -> dict[str, torch.Tensor]:
     return {
         "expected": sampler.sample(whole[:, :vocab_size], rows, positions).token_ids,
         "of whole logits": sampler.sample(gathered, rows, positions).token_ids,
-        "of sharded logits": sampler.argmax(logits).token_ids,
+        "of sharded logits": sampler.sample_sharded(logits, rows, positions).token_ids,
+        "of greedy rows": sampler.sample_sharded(logits, [0] * 64, positions).token_ids,
+        "of random rows": sampler.sample_sharded(logits, [5] * 64, positions).token_ids,
     }
 
 

@@ -91,12 +91,17 @@ def test_collectives_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
         assert torch.equal(results["gathered_strided"], torch.tensor([[1.0] * 3 + [2.0] * 3] * 2))
 
 
-def test_two_ranks_find_the_likeliest_tokens_of_sharded_logits(ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_sample_the_tokens_of_sharded_logits(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        likeliest = rank["likeliest"]
-        assert likeliest["expected"][:3].tolist() == [-1, -1, -1]
-        assert torch.equal(likeliest["of whole logits"], likeliest["expected"])
-        assert torch.equal(likeliest["of sharded logits"], likeliest["expected"])
+        sampled = rank["sampled"]
+        expected = sampled["expected"]
+        assert expected[:3].tolist() == [-1, -1, -1]
+        assert torch.equal(sampled["of whole logits"], expected)
+        assert torch.equal(sampled["of sharded logits"], expected)
+        # Rows that are all alike need a single kind of maxima.
+        assert torch.equal(sampled["of greedy rows"][::2], expected[::2])
+        assert torch.equal(sampled["of random rows"][5], expected[5])
+        assert not torch.equal(sampled["of random rows"], sampled["of greedy rows"])
 
 
 def test_collectives_of_a_group_of_one_return_their_input() -> None:

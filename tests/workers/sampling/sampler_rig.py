@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,10 +96,11 @@ def draw_many(sampler: Sampler, logits: Tensor, num_draws: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The definition in plain float64: every token's probability, and the inverse of their sum."""
+    """The definition in plain float64: every token's probability, and sums with noise."""
 
     probabilities: np.ndarray
-    order: np.ndarray
+    scaled: np.ndarray
+    """Scores over the temperature; -inf for the tokens that the filters drop."""
 
     @classmethod
     def of(cls, logits: np.ndarray, sampling: SamplingParams) -> Reference:
@@ -115,17 +116,33 @@ class Reference:
             kept = kept[before < sampling.top_p]
         probabilities = np.zeros(len(scores))
         probabilities[kept] = weights[kept] / weights[kept].sum()
-        is_cut = 0 < sampling.top_k < len(scores)
-        is_filtered = is_cut or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        return cls(probabilities, ordered if is_filtered else np.arange(len(scores)))
+        scaled = np.full(len(scores), -np.inf)
+        scaled[kept] = scores[kept] / sampling.temperature
+        return cls(probabilities, scaled)
 
-    def tokens(self, uniform: float, slack: float) -> set[int]:
-        """Return the token at `uniform`, and any other within `slack` of it."""
-        sums = np.cumsum(self.probabilities[self.order])
-        ends = [min(max(uniform + d, 0.0), 1.0) for d in (-slack, 0.0, slack)]
-        found = np.minimum(np.searchsorted(sums, ends, side="right"), len(sums) - 1)
-        ids = self.order[found[0] : found[-1] + 1]
-        return {int(i) for i in ids if self.probabilities[i] > 0.0}
+    def tokens(self, noise: np.ndarray, slack: float) -> set[int]:
+        """Return the token of the highest sum, and all others within the slack of it."""
+        sums = self.scaled + noise
+        return set(np.flatnonzero(sums >= sums.max() - slack).tolist())
+
+
+def exact_noise(key: int, ids: Iterable[int]) -> np.ndarray:
+    """Return the noise of tokens at a 64-bit key, in float64 and Python's integers."""
+    words = [hashed_id(key % 2**64, token_id) >> 1 for token_id in ids]
+    return exact_gumbel(np.array(words))
+
+
+def hashed_id(key: int, token_id: int) -> int:
+    """Return the 32 random bits of a token."""
+    word = (token_id * 0x9E3779B9 + key) % 2**32
+    word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+    word = (word ^ word >> 15 ^ key >> 32) * 0xD35A2D97 % 2**32
+    return word ^ word >> 15
+
+
+def exact_gumbel(words: np.ndarray) -> np.ndarray:
+    """Return the noise of 31 bits each in float64."""
+    return -np.log(-np.log1p(-(words + 0.5) / 2**31))
 
 
 def assert_fits(drawn: Sequence[int], probabilities: np.ndarray) -> None:

@@ -94,7 +94,7 @@ def test_masks_begin_later_and_end() -> None:
     assert [sampler.has_masked([0], [position]) for position in (1, 2, 3, 4)] == [
         False, False, True, True,
     ]  # fmt: skip
-    assert sampler.is_greedy([0], [2])
+    assert not sampler.needs_whole([0], [2])
     found = sampler.sample(likeliest.clone(), [0, 1], [2, 2], mask_of(70))
     assert found.token_ids.tolist() == [9, 70]
     found = sampler.sample(likeliest.clone(), [0, 1], [3, 3], mask_of(71) + mask_of(72), [0])

@@ -1,8 +1,9 @@
 """Samples tokens from rows of scores without sorting them.
 
-`workers.sampling.choice` defines which token is sampled. Weights (unnormalized probabilities) are
-integers in units of `2 ** -40` of the weight of the likeliest token, so their sums are exact, and
-depend neither on the order of summation nor on how a row is divided among programs.
+`workers.sampling.choice` defines which token is sampled: the highest sum of score and noise among
+the tokens that filters keep. For filters, weights (unnormalized probabilities) are integers in
+units of `2 ** -40` of the weight of the likeliest token, so their sums are exact, and depend
+neither on the order of summation nor on how a row is divided among programs.
 
 Every kernel takes `scores` `[num_scores, vocab_size]` in any float dtype, `indices` int64
 `[num_rows]` (which rows of `scores` to sample from) and `parameters` float64 `[5, num_rows]`

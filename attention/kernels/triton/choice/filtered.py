@@ -1,8 +1,10 @@
-"""Finds the drawn token of a filtered row, once its brackets are narrow.
+"""Finds the cut of a filtered row, once its brackets are narrow.
 
-The tokens of brackets that hold several keys are copied out, and one program a row finds the
-crossings among them. Where a crossing is a single key, counts select the token among any number of
-equal tokens. A row whose brackets are still wide is searched as a whole, to the same result.
+The cut of a row is the least score that its filters keep, and the last id that they keep of the
+tokens with that score. The tokens of brackets that hold several keys are copied out, and one
+program a row finds the crossings among them. Where a crossing is a single key, counts select the
+token among any number of equal tokens. A row whose brackets are still wide is searched as a whole,
+to the same result.
 """
 
 from __future__ import annotations
@@ -13,11 +15,9 @@ import triton.language as tl
 from attention.kernels.triton.choice.scores import (
     INF,
     MAX_SPLITS,
-    NO_TOKEN,
-    SCALE,
     TOP_K,
     TOP_P,
-    UNIFORM,
+    floor_key,
     is_sound,
     keys_of,
     load_lanes,
@@ -26,9 +26,10 @@ from attention.kernels.triton.choice.scores import (
     row_maximum,
     score_of,
     units_of,
+    weight_scale,
 )
 
-__all__ = ["collect_candidates", "draw_filtered"]
+__all__ = ["collect_candidates", "find_cuts"]
 
 
 @triton.jit
@@ -50,12 +51,9 @@ def _is_within(
     k_high: tl.tensor,
     p_low: tl.tensor,
     p_high: tl.tensor,
-    u_low: tl.tensor,
-    u_high: tl.tensor,
 ) -> tl.tensor:
     """Return 1 for scores in one of the brackets that hold several keys, otherwise 0, int32."""
     is_candidate = (values >= p_low) & (values < p_high)
-    is_candidate |= (values >= u_low) & (values < u_high)
     if has_k:
         is_candidate |= (values >= k_low) & (values < k_high)
     return is_candidate.to(tl.int32)
@@ -82,6 +80,7 @@ def _write_ids(
 def collect_candidates(
     scores: tl.tensor,
     indices: tl.tensor,
+    parameters: tl.tensor,
     maxima: tl.tensor,
     brackets: tl.tensor,
     open_flags: tl.tensor,
@@ -99,7 +98,8 @@ def collect_candidates(
 ) -> None:
     """Write the ids of the tokens in brackets, int32 `[num_rows, capacity]`, in any order.
 
-    `equals`, int32 `[num_rows, 32]`, counts the tokens of the drawn key in each part of a row.
+    `equals`, int32 `[num_rows, 32]`, counts the tokens of the cut's key in each part of a row, if
+    its bracket holds a single key.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -109,11 +109,11 @@ def collect_candidates(
     if tl.load(open_flags + row) != 0:
         return
     tile: tl.constexpr = lanes * width
-    brackets += row * 32
-    k_low, k_high, _, _ = _ends(brackets, shift)
-    p_low, p_high, _, _ = _ends(brackets + 8, shift)
-    u_low, u_high, u_key, _ = _ends(brackets + 16, shift)
-    u_score = score_of(u_key, shift)
+    brackets += row * 24
+    k_low, k_high, k_key, _ = _ends(brackets, shift)
+    p_low, p_high, p_key, _ = _ends(brackets + 8, shift)
+    is_p = parameter(parameters, TOP_P, row) < 1.0
+    cut = score_of(tl.where(is_p, p_key, k_key), shift)
     has_k = k_low < INF
     scores += tl.load(indices + row) * row_stride
     candidates += row * capacity
@@ -124,10 +124,10 @@ def collect_candidates(
     for start in range(first, end, 2 * tile):
         values = load_lanes(scores, start, end, lanes, width)
         others = load_lanes(scores, start + tile, end, lanes, width)
-        num_equal += tl.sum((values == u_score).to(tl.int32), axis=1)
-        num_equal += tl.sum((others == u_score).to(tl.int32), axis=1)
-        ones = _is_within(values, has_k, k_low, k_high, p_low, p_high, u_low, u_high)
-        other_ones = _is_within(others, has_k, k_low, k_high, p_low, p_high, u_low, u_high)
+        num_equal += tl.sum((values == cut).to(tl.int32), axis=1)
+        num_equal += tl.sum((others == cut).to(tl.int32), axis=1)
+        ones = _is_within(values, has_k, k_low, k_high, p_low, p_high)
+        other_ones = _is_within(others, has_k, k_low, k_high, p_low, p_high)
         counts = tl.sum(ones, axis=1) + tl.sum(other_ones, axis=1)
         num_found = tl.sum(counts, axis=0)
         if num_found > 0:
@@ -262,7 +262,7 @@ def _id_by_counts(
 
 
 @triton.jit
-def _drawn(
+def _cut(
     scores: tl.tensor,
     keys: tl.tensor,
     units: tl.tensor,
@@ -278,21 +278,26 @@ def _drawn(
     is_few: tl.constexpr,
     tile: tl.constexpr,
     shift: tl.constexpr,
-) -> tl.tensor:
-    """Return the token of a row, int64; `keys`, `units` and `ids` belong to few candidates."""
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the least key that is kept, and the last id of its kept tokens, int64.
+
+    `keys`, `units` and `ids` belong to few candidates.
+    """
+    scale = weight_scale(parameters, row)
     top_k = parameter(parameters, TOP_K, row).to(tl.int64)
     top_p = parameter(parameters, TOP_P, row)
-    uniform = parameter(parameters, UNIFORM, row)
-    u_width = tl.load(brackets + 17) - tl.load(brackets + 16)
-    total = tl.load(brackets + 24)
-    if top_k < tl.load(brackets + 25):
+    total = tl.load(brackets + 16)
+    key = floor_key(parameters, highest, row, shift)
+    num_equal = tl.zeros((), tl.int64)
+    width = tl.zeros((), tl.int64)
+    if top_k < tl.load(brackets + 17):
         key, above, count = _crossing(
             scores, keys, units, brackets, top_k, highest, scale, vocab_size, True, is_few, tile,
             shift,
         )  # fmt: skip
-        total = above + (top_k - count) * units_of(score_of(key, shift), highest, scale)
-    kept = total
+        num_equal = top_k - count
+        total = above + num_equal * units_of(score_of(key, shift), highest, scale)
+        width = tl.load(brackets + 1) - tl.load(brackets)
     if top_p < 1.0:
         limit = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
         limit = tl.minimum(limit, total)
@@ -301,33 +306,30 @@ def _drawn(
             tile, shift,
         )  # fmt: skip
         unit = tl.maximum(units_of(score_of(key, shift), highest, scale), 1)
-        kept = above + ((limit - above + unit - 1) // unit) * unit
-    drawn = tl.minimum((uniform * kept.to(tl.float64)).to(tl.int64), kept - 1)
-    key, above, count = _crossing(
-        scores, keys, units, brackets + 16, drawn + 1, highest, scale, vocab_size, False, is_few,
-        tile, shift,
-    )  # fmt: skip
-    unit = tl.maximum(units_of(score_of(key, shift), highest, scale), 1)
-    place = (drawn - above) // unit
+        num_equal = (limit - above + unit - 1) // unit
+        width = tl.load(brackets + 9) - tl.load(brackets + 8)
+    place = num_equal - 1
     end = splits * split_size
-    if is_few:
-        if u_width == 1:
-            token_id = _id_by_counts(
-                scores, equals, key, place, vocab_size, split_size, splits, tile, shift
-            )
+    last_id = tl.full((), 0x7FFFFFFF, tl.int64)
+    if num_equal > 0:
+        if is_few:
+            if width == 1:
+                last_id = _id_by_counts(
+                    scores, equals, key, place, vocab_size, split_size, splits, tile, shift
+                )
+            else:
+                last_id = _id_among_equals(
+                    scores, keys, ids, key, place, vocab_size, end, True, tile, shift
+                )
         else:
-            token_id = _id_among_equals(
-                scores, keys, ids, key, place, vocab_size, end, True, tile, shift
-            )  # fmt: skip
-    else:
-        token_id = _id_among_equals(
-            scores, keys, ids, key, place, vocab_size, end, False, tile, shift
-        )  # fmt: skip
-    return token_id
+            last_id = _id_among_equals(
+                scores, keys, ids, key, place, vocab_size, end, False, tile, shift
+            )
+    return key, last_id
 
 
 @triton.jit(do_not_specialize=["splits"])
-def draw_filtered(
+def find_cuts(
     scores: tl.tensor,
     indices: tl.tensor,
     parameters: tl.tensor,
@@ -337,7 +339,8 @@ def draw_filtered(
     counters: tl.tensor,
     equals: tl.tensor,
     candidates: tl.tensor,
-    out: tl.tensor,
+    cut_scores: tl.tensor,
+    cut_ids: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
     split_size: tl.tensor,
@@ -346,15 +349,16 @@ def draw_filtered(
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> None:
-    """Write the token of each row, int64 `[num_rows]`."""
+    """Write the cut of each row, float32 and int64 `[num_rows]`; a broken row stays whole."""
     row = tl.program_id(0).to(tl.int64)
     highest_key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
     if not is_sound(highest_key):
-        tl.store(out + row, NO_TOKEN)
+        tl.store(cut_scores + row, -INF)
+        tl.store(cut_ids + row, 0x7FFFFFFF)
         return
     highest = score_of(highest_key, 0)
     scores += tl.load(indices + row) * row_stride
-    brackets += row * 32
+    brackets += row * 24
     equals += row * MAX_SPLITS
     if tl.load(open_flags + row) == 0:
         # All of them are in registers during the search.
@@ -363,15 +367,15 @@ def draw_filtered(
         ids = tl.load(candidates + row * capacity + places, mask=is_candidate, other=0)
         values = tl.load(scores + ids, mask=is_candidate, other=-INF).to(tl.float32)
         keys = keys_of(values, shift)
-        scale = parameter(parameters, SCALE, row).to(tl.float32)
-        units = units_of(values, highest, scale)
-        token_id = _drawn(
+        units = units_of(values, highest, weight_scale(parameters, row))
+        key, last_id = _cut(
             scores, keys, units, ids, parameters, brackets, equals, row, highest, vocab_size,
             split_size, splits, True, tile, shift,
         )  # fmt: skip
     else:
-        token_id = _drawn(
+        key, last_id = _cut(
             scores, highest, highest, highest, parameters, brackets, equals, row, highest,
             vocab_size, split_size, splits, False, tile, shift,
         )  # fmt: skip
-    tl.store(out + row, token_id)
+    tl.store(cut_scores + row, score_of(key, shift))
+    tl.store(cut_ids + row, last_id)

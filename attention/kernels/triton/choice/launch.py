@@ -1,4 +1,4 @@
-"""Launches the sampling kernels, without waiting for the device; samples unfiltered rows."""
+"""Launches the sampling kernels, without waiting for the device; finds the maxima of rows."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.choice.filtered import collect_candidates, draw_filtered
+from attention.kernels.triton.choice.filtered import collect_candidates, find_cuts
 from attention.kernels.triton.choice.scores import (
     INF,
     MAX_SPLITS,
     NAN_KEY,
     NO_TOKEN,
+    NOISE_KEY,
     NUM_PARAMETERS,
     SCALE,
-    UNIFORM,
     is_sound,
     keys_of,
     load_scores,
+    noise_bounds,
+    noise_of,
     parameter,
     row_maximum,
-    score_of,
-    units_of,
 )
 from attention.kernels.triton.choice.threshold_sample import start_search
 from attention.kernels.triton.choice.threshold_search import (
@@ -61,18 +61,22 @@ def choose_greedy(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     If the maximum of a row is not finite, its token is -1.
     """
     rows = _Rows.of(scores, indices)
-    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
-    _take_maxima(maxima, out, splits=rows.splits)
-    return out
+    return rows.take_maxima(rows.find_maxima())
 
 
-def local_maxima(scores: torch.Tensor, indices: torch.Tensor, first_id: int) -> torch.Tensor:
+def local_maxima(
+    scores: torch.Tensor,
+    indices: torch.Tensor,
+    first_id: int,
+    parameters: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the largest key of each row of `scores[indices]` with its id, int64 `[num_rows]`.
 
-    Ids are counted from `first_id`.
+    Ids are counted from `first_id`. With `parameters`, as of `choose_unfiltered`, keys are of sums
+    of scores over temperatures and noise.
     """
     rows = _Rows.of(scores, indices)
-    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
+    maxima, out = rows.find_maxima(parameters, first_id=first_id), rows.empty(torch.int64)
     join_maxima[(rows.num_rows,)](maxima, out, splits=rows.splits, first_id=first_id, num_warps=1)
     return out
 
@@ -100,17 +104,10 @@ def choose_unfiltered(
     """Return tokens sampled from `scores[indices]`, int64 `[num_rows]`.
 
     If the maximum of a row is not finite, its token is -1. `parameters` is float64 `[5, num_rows]`:
-    log2(e) / temperature, top_k, top_p, temperature * log(min_p), uniform.
+    1 / temperature, top_k, top_p, temperature * log(min_p), and the bits of the key of the noise.
     """
-    assert parameters.shape == (NUM_PARAMETERS, len(indices))
     rows = _Rows.of(scores, indices)
-    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
-    chunk_sums = rows.empty(torch.int64, MAX_SPLITS.value)
-    common = (scores, indices, parameters, maxima, chunk_sums)
-    sizes = {"splits": rows.splits, "tile": _TILE, "num_warps": 4}
-    sum_chunks[(rows.num_rows, rows.splits)](*common, *rows.shape, **sizes)
-    draw_unfiltered[(rows.num_rows,)](*common, out, *rows.shape, **sizes)
-    return out
+    return rows.take_maxima(rows.find_maxima(parameters))
 
 
 def choose_filtered(
@@ -131,10 +128,11 @@ def choose_filtered(
     rows = _Rows.of(scores, indices)
     num_rows, vocab_size = rows.num_rows, scores.shape[1]
     sample_size = min(sample_size, max(_SAMPLE_RUN, triton.next_power_of_2(vocab_size)))
-    maxima, out = rows.find_maxima(), rows.empty(torch.int64)
+    maxima = rows.find_maxima()
     kept = rows.empty(torch.int64, 2, MAX_SPLITS.value)
-    brackets, sums = rows.empty(torch.int64, 4, 8), rows.empty(torch.int64, 2, 8)
-    edge_keys, edges = rows.empty(torch.int32, 8), rows.empty(torch.float32, 8)
+    brackets, sums = rows.empty(torch.int64, 3, 8), rows.empty(torch.int64, 2, 4)
+    edge_keys, edges = rows.empty(torch.int32, 4), rows.empty(torch.float32, 4)
+    cuts = rows.empty(torch.float32), rows.empty(torch.int64)
     open_flags, counters = rows.empty(torch.int32), rows.empty(torch.int32)
     equals = rows.empty(torch.int32, MAX_SPLITS.value)
     candidates = rows.empty(torch.int32, capacity)
@@ -164,9 +162,7 @@ def choose_filtered(
         )  # fmt: skip
     found = (brackets, open_flags, counters, equals, candidates)
     collect_candidates[grid](
-        scores,
-        indices,
-        maxima,
+        *common,
         *found,
         *rows.shape,
         **read,
@@ -174,10 +170,10 @@ def choose_filtered(
         shift=shift,
         num_warps=4,
     )
-    draw_filtered[(num_rows,)](
+    find_cuts[(num_rows,)](
         *common,
         *found,
-        out,
+        *cuts,
         *rows.shape,
         splits=splits,
         capacity=capacity,
@@ -185,7 +181,7 @@ def choose_filtered(
         shift=shift,
         num_warps=8,
     )
-    return out
+    return rows.take_maxima(rows.find_maxima(parameters, cuts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -217,35 +213,67 @@ class _Rows:
         """Return memory of the kernels, `[num_rows, ...]`."""
         return torch.empty((self.num_rows, *shape), dtype=dtype, device=self.scores.device)
 
-    def find_maxima(self) -> torch.Tensor:
+    def find_maxima(
+        self,
+        parameters: torch.Tensor | None = None,
+        cuts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        first_id: int = 0,
+    ) -> torch.Tensor:
         """Return the largest key and its id of each part of each row, `[num_rows, MAX_SPLITS]`."""
         maxima = self.empty(torch.int64, MAX_SPLITS.value)
         find_maxima[(self.num_rows, self.splits)](
             self.scores,
             self.indices,
             maxima,
+            parameters,
+            *(cuts or (None, None)),
             *self.shape,
             splits=self.splits,
+            first_id=first_id,
             tile=_TILE,
             num_warps=4,
+            # Noise is equal on all devices only if no product and sum are fused.
+            enable_fp_fusion=False,
         )
         return maxima
 
+    def take_maxima(self, maxima: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the largest keys, int64 `[num_rows]`."""
+        out = self.empty(torch.int64)
+        _take_maxima(maxima, out, splits=self.splits)
+        return out
 
-@triton.jit(do_not_specialize=["splits"])
+
+@triton.jit
+def _larger(
+    best: tl.tensor, best_ids: tl.tensor, values: tl.tensor, ids: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the larger values with their ids; each lane keeps the first of equal values."""
+    is_better = values > best
+    return tl.where(is_better, values, best), tl.where(is_better, ids, best_ids)
+
+
+@triton.jit(do_not_specialize=["splits", "first_id"])
 def find_maxima(
     scores: tl.tensor,
     indices: tl.tensor,
     maxima: tl.tensor,
+    parameters: tl.tensor | None,
+    cut_scores: tl.tensor | None,
+    cut_ids: tl.tensor | None,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
     split_size: tl.tensor,
     splits: tl.tensor,
+    first_id: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
     """Write the largest key and its lowest id of each part of each row.
 
     `maxima` is int64 `[num_rows, 32]`: the key in the upper half, the inverted id in the lower.
+    Keys are of scores, or with `parameters` of scores over temperatures with noise. Tokens below
+    the cuts have the key of -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -254,13 +282,28 @@ def find_maxima(
     best = tl.full((tile,), -INF, tl.float32)
     best_ids = first + tl.arange(0, tile)
     is_nan = tl.full((tile,), False, tl.int1)
+    if parameters is not None:
+        scale = parameter(parameters, SCALE, row).to(tl.float32)
+        key = parameter(parameters, NOISE_KEY, row).to(tl.int64, bitcast=True)
+        highest = tl.full((), -INF, tl.float32)
+    if cut_scores is not None:
+        cut = tl.load(cut_scores + row)
+        cut_id = tl.load(cut_ids + row)
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         values, ids = load_scores(scores, start, vocab_size, tile)
-        # Each lane keeps the first of equal scores.
-        is_better = values > best
-        best = tl.where(is_better, values, best)
-        best_ids = tl.where(is_better, ids, best_ids)
         is_nan |= values != values
+        if cut_scores is not None:
+            is_kept = (values > cut) | ((values == cut) & (ids <= cut_id))
+            values = tl.where(is_kept, values, -INF)
+        if parameters is None:
+            best, best_ids = _larger(best, best_ids, values, ids)
+        else:
+            values *= scale
+            # Few tiles may have the highest sum.
+            if tl.max(values + noise_bounds(ids + first_id, key), axis=0) > highest:
+                values += noise_of(ids + first_id, key)
+                best, best_ids = _larger(best, best_ids, values, ids)
+                highest = tl.max(best, axis=0)
     keys = tl.where(is_nan, NAN_KEY, keys_of(best, 0))
     # Ids are inverted, so that the maximum has the lowest id among equal keys.
     packed = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - best_ids).to(tl.int64)
@@ -284,77 +327,3 @@ def take_maxima(maxima: tl.tensor, out: tl.tensor, splits: tl.tensor, stride: tl
     best = row_maximum(maxima, row, splits, stride)
     token_id = 0x7FFFFFFF - (best & 0xFFFFFFFF)
     tl.store(out + row, tl.where(is_sound(best >> 32), token_id, NO_TOKEN))
-
-
-@triton.jit(do_not_specialize=["splits"])
-def sum_chunks(
-    scores: tl.tensor,
-    indices: tl.tensor,
-    parameters: tl.tensor,
-    maxima: tl.tensor,
-    chunk_sums: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    split_size: tl.tensor,
-    splits: tl.tensor,
-    tile: tl.constexpr,
-) -> None:
-    """Write the weight of each part of each row, int64 `[num_rows, 32]`."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
-    if not is_sound(key):
-        return
-    highest = score_of(key, 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
-    scores += tl.load(indices + row) * row_stride
-    first = split * split_size
-    units = tl.zeros((tile,), tl.int64)
-    for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
-        values, _ = load_scores(scores, start, vocab_size, tile)
-        units += units_of(values, highest, scale)
-    tl.store(chunk_sums + row * MAX_SPLITS + split, tl.sum(units, axis=0))
-
-
-@triton.jit(do_not_specialize=["splits"])
-def draw_unfiltered(
-    scores: tl.tensor,
-    indices: tl.tensor,
-    parameters: tl.tensor,
-    maxima: tl.tensor,
-    chunk_sums: tl.tensor,
-    out: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    split_size: tl.tensor,
-    splits: tl.tensor,
-    tile: tl.constexpr,
-) -> None:
-    """Write the token at the drawn share of the weight of each row, int64 `[num_rows]`."""
-    row = tl.program_id(0).to(tl.int64)
-    key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
-    if not is_sound(key):
-        tl.store(out + row, NO_TOKEN)
-        return
-    highest = score_of(key, 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
-    scores += tl.load(indices + row) * row_stride
-    columns = tl.arange(0, MAX_SPLITS)
-    sums = tl.load(chunk_sums + row * MAX_SPLITS + columns, mask=columns < splits, other=0)
-    total = tl.sum(sums, axis=0)
-    drawn = (parameter(parameters, UNIFORM, row) * total.to(tl.float64)).to(tl.int64)
-    drawn = tl.minimum(drawn, total - 1)
-    ends = tl.cumsum(sums, axis=0)
-    split = tl.sum((ends <= drawn).to(tl.int32), axis=0)
-    before = tl.max(tl.where(ends <= drawn, ends, 0), axis=0)
-    token_id = tl.full((), -1, tl.int64)
-    start = split * split_size
-    while token_id < 0:
-        values, _ = load_scores(scores, start, vocab_size, tile)
-        tile_ends = before + tl.cumsum(units_of(values, highest, scale), axis=0)
-        place = tl.sum((tile_ends <= drawn).to(tl.int32), axis=0)
-        if place < tile:
-            token_id = (start + place).to(tl.int64)
-        before = tl.max(tile_ends, axis=0)
-        start += tile
-    tl.store(out + row, token_id)

@@ -1,4 +1,4 @@
-"""Device functions that read scores, and their keys, weights and parameters."""
+"""Device functions that read scores, and their keys, weights, noise and parameters."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ __all__ = [
     "INF",
     "MAX_SPLITS",
     "NAN_KEY",
+    "NOISE_KEY",
     "NO_TOKEN",
     "NUM_PARAMETERS",
     "SCALE",
     "SMALLEST_KEY",
     "TOP_K",
     "TOP_P",
-    "UNIFORM",
     "UNIT",
     "floor_key",
     "is_sound",
     "keys_of",
     "load_lanes",
     "load_scores",
+    "noise_bounds",
+    "noise_of",
     "parameter",
     "row_maximum",
     "score_of",
     "units_of",
+    "weight_scale",
 ]
 
 NO_TOKEN = tl.constexpr(-1)
@@ -42,13 +45,15 @@ MAX_SPLITS = tl.constexpr(32)
 
 # Rows of the parameters.
 SCALE = tl.constexpr(0)
-"""log2(e) / temperature"""
+"""1 / temperature"""
 TOP_K = tl.constexpr(1)
 TOP_P = tl.constexpr(2)
 FLOOR = tl.constexpr(3)
 """temperature * log(min_p)"""
-UNIFORM = tl.constexpr(4)
+NOISE_KEY = tl.constexpr(4)
+"""The bits of an int64."""
 NUM_PARAMETERS = 5
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -66,6 +71,12 @@ def score_of(keys: tl.tensor, shift: tl.constexpr) -> tl.tensor:
     """Return the float32 scores of these keys."""
     bits = (keys << shift) | ((keys >> 31) & ((1 << shift) - 1))
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weight_scale(parameters: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Return log2(e) / temperature of a row, float32."""
+    return (parameter(parameters, SCALE, row) * _LOG2_E).to(tl.float32)
 
 
 @triton.jit
@@ -134,3 +145,63 @@ def floor_key(
     key = tl.maximum(key, SMALLEST_KEY + 1)
     # The bits that `shift` removes are 1 in negative keys, and 0 in others.
     return tl.where(key < 0, key >> shift, (key + ((1 << shift) - 1)) >> shift)
+
+
+@triton.jit
+def noise_of(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """Return the noise of tokens at an int64 key, as `workers.sampling.noise` defines it.
+
+    A kernel that calls this is launched with `enable_fp_fusion=False`.
+    """
+    words = _words_of(ids, key)
+    below = ((0x7FFFFFFF - words).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    exponents, parts = _split(below)
+    # Near 1, float32 has too few bits for 1 - v.
+    near = (words.to(tl.float32) + 0.5) * -4.656612873077393e-10
+    parts = tl.where(words < 0x20000000, near, parts)
+    exponents, parts = _split(-_log(exponents, parts))
+    return -_log(exponents, parts)
+
+
+@triton.jit
+def noise_bounds(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """Return upper bounds of the noise of tokens at a key, in few instructions.
+
+    The noise is at most -log(v), and log2(v) at least as linear in the bits of v. Integers of 23
+    bits become floats as the lower bits of a float, as conversions take several cycles.
+    """
+    numbers = (_words_of(ids, key) >> 8 | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    bits = numbers.to(tl.int32, bitcast=True) >> 8 | 0x4B000000
+    logs = (bits.to(tl.float32, bitcast=True) - 8388608.0) * 2.1153173e-05
+    # log(2) * (127 + 23), and more than the rounding of a bound.
+    return 103.9731 - logs
+
+
+@triton.jit
+def _words_of(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """Return 31 random bits for each token at a key, int32."""
+    words = ids.to(tl.uint32) * 0x9E3779B9 + (key & 0xFFFFFFFF).to(tl.uint32)
+    words = (words ^ (words >> 16)) * 0x21F0AAAD
+    words = (words ^ (words >> 15) ^ ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)) * 0xD35A2D97
+    return ((words ^ (words >> 15)) >> 1).to(tl.int32)
+
+
+@triton.jit
+def _split(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return e and x of numbers (1 + x) * 2**e, with x in [-1/4, 1/2)."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    exponents = (bits - 0x3F400000) >> 23
+    parts = (bits - (exponents << 23)).to(tl.float32, bitcast=True) - 1.0
+    return exponents.to(tl.float32), parts
+
+
+@triton.jit
+def _log(exponents: tl.tensor, parts: tl.tensor) -> tl.tensor:
+    """Return log((1 + part) * 2**exponent)."""
+    sums = parts * -0.06638092547655106 + 0.14094771444797516
+    sums = sums * parts + -0.17339035868644714
+    sums = sums * parts + 0.20101404190063477
+    sums = sums * parts + -0.24979183077812195
+    sums = sums * parts + 0.33330535888671875
+    sums = sums * parts + -0.500001847743988
+    return (parts * parts) * sums + parts + exponents * 0.6931471805599453

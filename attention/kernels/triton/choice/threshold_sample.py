@@ -1,4 +1,4 @@
-"""Estimates from a sample of each row where its cuts and its drawn token lie.
+"""Estimates from a sample of each row where its cuts lie.
 
 The memory is that of `attention.kernels.triton.choice.threshold_search`.
 """
@@ -11,10 +11,8 @@ import triton.language as tl
 from attention.kernels.triton.choice.scores import (
     INF,
     MAX_SPLITS,
-    SCALE,
     TOP_K,
     TOP_P,
-    UNIFORM,
     UNIT,
     floor_key,
     is_sound,
@@ -22,6 +20,7 @@ from attention.kernels.triton.choice.scores import (
     parameter,
     row_maximum,
     score_of,
+    weight_scale,
 )
 
 __all__ = ["ALL_UNITS", "NO_EDGE", "edges_within", "start_search", "store_bracket", "store_edges"]
@@ -178,17 +177,15 @@ def start_search(
     """
     row = tl.program_id(0).to(tl.int64)
     highest_key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
-    slots = tl.arange(0, 16)
-    tl.store(sums + row * 16 + slots, tl.zeros((16,), tl.int64))
+    tl.store(sums + row * 8 + tl.arange(0, 8), tl.zeros((8,), tl.int64))
     tl.store(counters + row, 0)
     tl.store(open_flags + row, 0)
     if not is_sound(highest_key):
         return
     highest = score_of(highest_key, 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    scale = weight_scale(parameters, row)
     top_k = parameter(parameters, TOP_K, row).to(tl.float32)
     top_p = tl.minimum(parameter(parameters, TOP_P, row).to(tl.float32), 1.0)
-    uniform = parameter(parameters, UNIFORM, row).to(tl.float32)
     floor = floor_key(parameters, highest, row, shift)
     high = (highest_key >> shift) + 1
     columns = tl.arange(0, MAX_SPLITS)
@@ -196,12 +193,14 @@ def start_search(
     total = tl.sum(tl.load(kept, mask=columns < splits, other=0), axis=0)
     num_kept = tl.sum(tl.load(kept + MAX_SPLITS, mask=columns < splits, other=0), axis=0)
     zero = tl.zeros((), tl.int64)
-    for bracket in tl.static_range(3):
-        store_bracket(
-            brackets + row * 32 + bracket * 8, floor, high, zero, total, zero, num_kept
-        )  # fmt: skip
-    tl.store(brackets + row * 32 + 24, total)
-    tl.store(brackets + row * 32 + 25, num_kept)
+    brackets += row * 24
+    # The bracket of a filter that drops no token is empty.
+    k_high = tl.where(top_k < num_kept, high, floor)
+    p_high = tl.where(top_p < 1.0, high, floor)
+    store_bracket(brackets, floor, k_high, zero, total, zero, num_kept)
+    store_bracket(brackets + 8, floor, p_high, zero, total, zero, num_kept)
+    tl.store(brackets + 16, total)
+    tl.store(brackets + 17, num_kept)
     if num_kept <= capacity:
         return
     scores += tl.load(indices + row) * row_stride
@@ -234,24 +233,13 @@ def start_search(
         p_lower, p_upper = edges_within(
             keys, weight_sums, squares, floor, high, p_share, p_share, margin
         )  # fmt: skip
-        u_share = uniform * p_share
-        u_lower, u_upper = edges_within(
-            keys, weight_sums, squares, floor, high, u_share, u_share, margin
-        )  # fmt: skip
     else:
         expected = total.to(tl.float32) / UNIT * num_sampled / vocab_size
         p_lower, p_upper = _edges_around(
             keys, weight_sums, squares, floor, high, top_p * expected, expected, margin
         )  # fmt: skip
-        u_lower, u_upper = _edges_around(
-            keys, weight_sums, squares, floor, high, uniform * top_p * expected, expected, margin
-        )  # fmt: skip
     p_open = is_wide & (top_p < 1.0)
-    at = row * 8
+    at = row * 4
     store_edges(edge_keys, edges, at, k_open, k_lower, k_upper, shift)
     store_edges(edge_keys, edges, at + 2, p_open, p_lower, p_upper, shift)
-    store_edges(edge_keys, edges, at + 4, is_wide, u_lower, u_upper, shift)
-    tl.store(edge_keys + at + 6, NO_EDGE)
-    tl.store(edge_keys + at + 7, NO_EDGE)
-    flags = k_open.to(tl.int32) + 2 * p_open.to(tl.int32) + 4 * is_wide.to(tl.int32)
-    tl.store(open_flags + row, flags)
+    tl.store(open_flags + row, k_open.to(tl.int32) + 2 * p_open.to(tl.int32))

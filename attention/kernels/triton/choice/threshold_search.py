@@ -1,15 +1,15 @@
-"""Narrows the brackets of keys in which the cuts and the drawn token of a row lie.
+"""Narrows the brackets of keys in which the cuts of a row lie.
 
-A filtered row is searched for up to three crossings: where the count reaches top_k, where the
-weight reaches top_p of the remaining weight, and where it passes the drawn share of that weight.
-Each lies in a bracket of keys `[low, high)` with exact weights and counts above both ends. A pass
-over the row sums weights and counts above two edges of each bracket. The edges are guessed from a
-sorted sample of the row; a poor guess costs another pass, never a wrong token.
+A filtered row is searched for up to two crossings: where the count reaches top_k, and where the
+weight reaches top_p of the remaining weight. Each lies in a bracket of keys `[low, high)` with
+exact weights and counts above both ends. A pass over the row sums weights and counts above two
+edges of each bracket. The edges are guessed from a sorted sample of the row; a poor guess costs
+another pass, never a wrong token.
 
 Memory by row: `kept` int64 `[num_rows, 2, 32]` (units and count of all that min_p keeps, by parts
-of the row), `brackets` int64 `[num_rows, 4, 8]` (low, high, units above, units within, count above,
+of the row), `brackets` int64 `[num_rows, 3, 8]` (low, high, units above, units within, count above,
 count within; in the last one the sums of `kept`), `edge_keys` int32 and `edges` float32
-`[num_rows, 8]` (two of each bracket), `sums` int64 `[num_rows, 16]` (units, then counts, above each
+`[num_rows, 4]` (two of each bracket), `sums` int64 `[num_rows, 8]` (units, then counts, above each
 edge), `open_flags` int32 `[num_rows]` (a bit for each bracket to narrow; 0 once few tokens are
 left), `counters` int32 `[num_rows]`, `sample` float32 `[num_rows, 3, size]` (keys as int32, running
 sums of the weights and of their squares).
@@ -22,10 +22,8 @@ import triton.language as tl
 
 from attention.kernels.triton.choice.scores import (
     MAX_SPLITS,
-    SCALE,
     TOP_K,
     TOP_P,
-    UNIFORM,
     floor_key,
     is_sound,
     load_lanes,
@@ -33,6 +31,7 @@ from attention.kernels.triton.choice.scores import (
     row_maximum,
     score_of,
     units_of,
+    weight_scale,
 )
 from attention.kernels.triton.choice.threshold_sample import (
     ALL_UNITS,
@@ -93,7 +92,7 @@ def sum_kept(
         return
     tile: tl.constexpr = lanes * width
     highest = score_of(highest_key, 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    scale = weight_scale(parameters, row)
     floor = score_of(floor_key(parameters, highest, row, shift), shift)
     scores += tl.load(indices + row) * row_stride
     sums = tl.zeros((lanes,), tl.int64)
@@ -111,7 +110,7 @@ def sum_kept(
 def _add(sums: tl.tensor, found: tl.tensor) -> None:
     units, count = _units_and_count(found)
     tl.atomic_add(sums, units, sem="relaxed")
-    tl.atomic_add(sums + 8, count, sem="relaxed")
+    tl.atomic_add(sums + 4, count, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -141,18 +140,15 @@ def sum_above(
     tile: tl.constexpr = lanes * width
     split = tl.program_id(1)
     highest = score_of((row_maximum(maxima, row, splits) >> 32).to(tl.int32), 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    scale = weight_scale(parameters, row)
     scores += tl.load(indices + row) * row_stride
-    edges += row * 8
+    edges += row * 4
     k_lower, k_upper = tl.load(edges), tl.load(edges + 1)
     p_lower, p_upper = tl.load(edges + 2), tl.load(edges + 3)
-    u_lower, u_upper = tl.load(edges + 4), tl.load(edges + 5)
     above_0 = tl.zeros((lanes,), tl.int64)
     above_1 = tl.zeros((lanes,), tl.int64)
     above_2 = tl.zeros((lanes,), tl.int64)
     above_3 = tl.zeros((lanes,), tl.int64)
-    above_4 = tl.zeros((lanes,), tl.int64)
-    above_5 = tl.zeros((lanes,), tl.int64)
     first = split * split_size
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         values = load_lanes(scores, start, vocab_size, lanes, width)
@@ -163,19 +159,13 @@ def sum_above(
         if (flags & 2) != 0:
             above_2 += _above(values, counted, p_lower)
             above_3 += _above(values, counted, p_upper)
-        if (flags & 4) != 0:
-            above_4 += _above(values, counted, u_lower)
-            above_5 += _above(values, counted, u_upper)
-    sums += row * 16
+    sums += row * 8
     if (flags & 1) != 0:
         _add(sums, above_0)
         _add(sums + 1, above_1)
     if (flags & 2) != 0:
         _add(sums + 2, above_2)
         _add(sums + 3, above_3)
-    if (flags & 4) != 0:
-        _add(sums + 4, above_4)
-        _add(sums + 5, above_5)
 
 
 @triton.jit
@@ -236,18 +226,17 @@ def narrow_brackets(
     if flags == 0:
         return
     highest = score_of((row_maximum(maxima, row, splits) >> 32).to(tl.int32), 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    scale = weight_scale(parameters, row)
     top_k = parameter(parameters, TOP_K, row).to(tl.int64)
     top_p = parameter(parameters, TOP_P, row)
-    uniform = parameter(parameters, UNIFORM, row)
-    brackets += row * 32
-    at = row * 8
-    slots = tl.arange(0, 8)
+    brackets += row * 24
+    at = row * 4
+    slots = tl.arange(0, 4)
     tried = tl.load(edge_keys + at + slots)
-    units = tl.load(sums + row * 16 + slots)
-    counts = tl.load(sums + row * 16 + 8 + slots)
-    total = tl.load(brackets + 24)
-    num_kept = tl.load(brackets + 25)
+    units = tl.load(sums + row * 8 + slots)
+    counts = tl.load(sums + row * 8 + 4 + slots)
+    total = tl.load(brackets + 16)
+    num_kept = tl.load(brackets + 17)
     k_low, k_high, k_above, k_within, k_count, k_limit = _narrowed(
         brackets, tried, units, counts, counts, top_k, top_k
     )  # fmt: skip
@@ -269,33 +258,16 @@ def narrow_brackets(
     )  # fmt: skip
     if top_p >= 1.0:
         p_high = p_low
-    elif (p_high == p_low + 1) & (p_least == p_most):
-        unit = tl.maximum(units_of(score_of(p_low, shift), highest, scale), 1)
-        least = p_above + ((p_least - p_above + unit - 1) // unit) * unit
-        most = least
-    else:
-        least = tl.maximum(p_above, p_least)
-        most = tl.minimum(p_within, most)
-    u_least = (uniform * least.to(tl.float64)).to(tl.int64)
-    u_least = tl.minimum(u_least, tl.maximum(least - 1, 0)) + 1
-    u_most = tl.minimum((uniform * most.to(tl.float64)).to(tl.int64), most - 1) + 1
-    u_low, u_high, u_above, u_within, u_count, u_limit = _narrowed(
-        brackets + 16, tried, units, counts, units, u_least, u_most
-    )  # fmt: skip
     store_bracket(brackets, k_low, k_high, k_above, k_within, k_count, k_limit)
     store_bracket(brackets + 8, p_low, p_high, p_above, p_within, p_count, p_limit)
-    store_bracket(brackets + 16, u_low, u_high, u_above, u_within, u_count, u_limit)
     k_open = k_high > k_low + 1
     p_open = p_high > p_low + 1
-    u_open = u_high > u_low + 1
     num_open = tl.where(k_open, k_limit - k_count, 0) + tl.where(p_open, p_limit - p_count, 0)
-    num_open += tl.where(u_open, u_limit - u_count, 0)
     if num_open <= capacity:
         tl.store(open_flags + row, 0)
         return
-    flags = k_open.to(tl.int32) + 2 * p_open.to(tl.int32) + 4 * u_open.to(tl.int32)
-    tl.store(open_flags + row, flags)
-    tl.store(sums + row * 16 + tl.arange(0, 16), tl.zeros((16,), tl.int64))
+    tl.store(open_flags + row, k_open.to(tl.int32) + 2 * p_open.to(tl.int32))
+    tl.store(sums + row * 8 + tl.arange(0, 8), tl.zeros((8,), tl.int64))
     margin: tl.constexpr = size // 128 + 1
     places = tl.arange(0, size)
     sample += row * 3 * size + places
@@ -311,8 +283,3 @@ def narrow_brackets(
         _share(p_most, p_above, p_within), margin,
     )  # fmt: skip
     store_edges(edge_keys, edges, at + 2, p_open, lower, upper, shift)
-    lower, upper = edges_within(
-        keys, weight_sums, squares, u_low, u_high, _share(u_least, u_above, u_within),
-        _share(u_most, u_above, u_within), margin,
-    )  # fmt: skip
-    store_edges(edge_keys, edges, at + 4, u_open, lower, upper, shift)
