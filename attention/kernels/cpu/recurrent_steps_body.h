@@ -105,10 +105,10 @@ typedef struct {
     int64_t query_stride, key_stride, value_stride, z_stride, row_stride;
     int64_t num_segments, num_key_heads, num_heads, key_size, value_size;
     float scale, eps;
-} NAME(Step);
+} NAME(Rule);
 
 /* The last token of a segment if it is alone in its chunk, or -1. */
-INLINE int64_t NAME(lone_token)(const NAME(Step) *step, int64_t segment) {
+INLINE int64_t NAME(lone_token)(const NAME(Rule) *step, int64_t segment) {
     const int64_t first = step->query_starts[segment], end = step->query_starts[segment + 1];
     return step->rows[segment] >= 0 && (end - first) % CHUNK == 1 ? end - 1 : -1;
 }

@@ -1,7 +1,7 @@
 /* The steps of recurrent_steps.c for one type of elements and one of states. */
 
 /* Updates the state of one head, `[value_size][key_size]`, and writes its result. */
-static void STATED(step_head)(const NAME(Step) *step, int64_t segment, int64_t head) {
+static void STATED(step_head)(const NAME(Rule) *step, int64_t segment, int64_t head) {
     const int64_t token = NAME(lone_token)(step, segment);
     if (token < 0) return;
     const int64_t size = step->key_size, value_size = step->value_size;
@@ -40,7 +40,7 @@ static void STATED(step_head)(const NAME(Step) *step, int64_t segment, int64_t h
 }
 
 /* Called by _step in recurrent_steps.py. */
-void STATED(step)(const NAME(Step) *step) {
+void STATED(step)(const NAME(Rule) *step) {
     const int64_t num_items = step->num_segments * step->num_heads;
 #pragma omp parallel for schedule(dynamic) if (num_items * step->key_size * step->value_size > MANY)
     for (int64_t item = 0; item < num_items; item++)

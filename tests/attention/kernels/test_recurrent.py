@@ -38,6 +38,8 @@ def _both_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(recurrent_steps, "_kernel", lambda *_: None)
     elif find_compiler() is None:
         pytest.skip("no C compiler")
+    else:
+        assert recurrent_steps._kernel("causal_conv", torch.float32) is not None
 
 
 # Decodes, prefills, both together, and lengths around those of chunks.
