@@ -455,15 +455,21 @@ class DiskRead(NamedTuple):
 class SequenceStates:
     """The snapshots of a sequence that has device blocks."""
 
-    __slots__ = ("last_decoded", "load_ids", "wanted")
+    __slots__ = ("keeps_ends", "load_ids", "origin", "repeats_output", "replaced", "wanted")
 
-    def __init__(self, load_ids: list[int], wanted: list[int]) -> None:
+    def __init__(self, load_ids: list[int]) -> None:
         self.load_ids = load_ids
         """Blocks that the sequence owns with its state, until they are copied to its row."""
-        self.wanted = wanted
+        self.wanted: list[int] = []
         """Positions at which the prompt gets a snapshot, in descending order."""
-        self.last_decoded: list[tuple[int, BlockKey]] = []
-        """The blocks of the last snapshot that was made while it decoded, with their keys."""
+        self.keeps_ends = True
+        """Whether it makes snapshots while it decodes."""
+        self.repeats_output = False
+        """Whether its prompt continues the output of another sequence."""
+        self.replaced: list[tuple[int, BlockKey]] = []
+        """The blocks that the next snapshot of a decode replaces, with their keys."""
+        self.origin: list[BlockKey] = []
+        """The keys of the snapshot of an earlier turn, from which it started."""
 
 
 class SequenceBlocks:

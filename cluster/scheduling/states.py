@@ -8,19 +8,24 @@ find them like other blocks. A prefix of `p` tokens is found only if its snapsho
 
 Snapshots are sparse: a prompt has some at its anchors, where a cached prefix went on without a
 snapshot, and at long distances. A running sequence keeps its last one, which the next replaces.
+A turn of a conversation continues the end of the turn before, either of its prompt or of its
+output; the one that was found tells which end the next turn needs, and it is evicted first once the
+turn has a snapshot of its own.
 A plan copies before its forward pass: a snapshot is copied from the live state when the next token
 to compute is at `p`, and a live state from a snapshot when a sequence computes its first token.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.sequence import Sequence, SequenceStates
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
-    from cluster.scheduling.device_tier import DeviceTier
+    from cluster.scheduling.device_tier import BlockKey, DeviceTier
     from cluster.scheduling.prefix_cache import PrefixCache
 
 __all__ = ["Save", "StateCopier"]
@@ -31,12 +36,29 @@ _GRIDS_PER_PROMPT = 128
 """The most distance of the snapshots of a prompt, in units of the grid."""
 
 
+_MOST_TURNS = 4096
+"""Snapshots of turns that are remembered."""
+
+
+class SnapshotKind(Enum):
+    """What a snapshot is for."""
+
+    PROMPT = auto()
+    """The end of a prompt, for a next turn that does not repeat the output."""
+    DECODE = auto()
+    """The end of the output, for a next turn that repeats it."""
+    CONTINUED = auto()
+    """The end of a turn that one other turn has continued."""
+    SHARED = auto()
+    """A position that several sequences have in common."""
+
+
 class Save(NamedTuple):
     """A snapshot that the plan being made is to copy if blocks are free."""
 
     sequence: Sequence
     position: int
-    is_decode: bool
+    kind: SnapshotKind
 
 
 class StateCopier:
@@ -49,6 +71,7 @@ class StateCopier:
         "_first_live",
         "_grid",
         "_held",
+        "_kinds",
         "_prefixes",
         "num_blocks",
         "num_loaded",
@@ -74,6 +97,8 @@ class StateCopier:
         """Copies of the live states of preempted sequences to the CPU pool in that plan."""
         self.saves: list[Save] = []
         """Snapshots to make in that plan, once it has all its sequences."""
+        self._kinds = OrderedDict[bytes, SnapshotKind]()
+        """The kinds of recent snapshots, by the digests of their first parts; others are shared."""
         self._held: list[int] = []
         """Blocks that these copies read or write, which are released with the plan."""
         self.num_saved = self.num_loaded = 0
@@ -91,13 +116,17 @@ class StateCopier:
         """Begin a sequence with a cached prefix, and the blocks of the state after it."""
         if load_ids:
             self.num_loaded += 1
-        self.num_unreused_tokens += self._num_known(sequence) - sequence.num_computed
+        num_unreused = self._num_known(sequence) - sequence.num_computed
+        self.num_unreused_tokens += num_unreused
         self.resume(sequence, load_ids)
+        if load_ids:
+            self._note_turn(sequence, continues_output=num_unreused >= self._grid)
 
     def resume(self, sequence: Sequence, load_ids: list[int]) -> None:
         """Do the same for a sequence that comes back from the CPU pool."""
-        wanted = self._wanted(sequence) if self._device.is_enabled else []
-        sequence.blocks.states = SequenceStates(load_ids, wanted)
+        states = sequence.blocks.states = SequenceStates(load_ids)
+        if self._device.is_enabled:
+            states.wanted = self._wanted(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Release the blocks of a state that was not copied to its row yet."""
@@ -137,9 +166,11 @@ class StateCopier:
     def begin_decode(self, sequence: Sequence) -> None:
         """Prepare the next token of a running sequence, and when it is examined again."""
         interval, position = _GRIDS_PER_DECODE * self._grid, sequence.num_computed
-        is_due = self._device.is_enabled and position % interval == 0
+        states = sequence.blocks.states
+        assert states is not None
+        is_due = self._device.is_enabled and states.keeps_ends and position % interval == 0
         if not self._begin_tokens(sequence) and is_due:
-            self.saves.append(Save(sequence, position, is_decode=True))
+            self.saves.append(Save(sequence, position, SnapshotKind.DECODE))
         next_position = (position // interval + 1) * interval
         sequence.unchecked_until = min(sequence.unchecked_until, next_position)
 
@@ -156,7 +187,9 @@ class StateCopier:
         if states.load_ids:
             self._load(sequence, states)
         elif is_wanted:
-            self.saves.append(Save(sequence, position, is_decode=False))
+            is_end = not wanted or wanted[0] <= position
+            kind = SnapshotKind.PROMPT if is_end else SnapshotKind.SHARED
+            self.saves.append(Save(sequence, position, kind))
         else:
             return False
         return True
@@ -170,8 +203,8 @@ class StateCopier:
         # At most one plan is in flight, which samples the next token.
         assert states is not None
         assert save.position <= len(sequence.token_ids)
-        if save.is_decode:
-            self._forget_last(states)
+        if save.kind is SnapshotKind.DECODE:
+            self._forget_replaced(states)
         keys = list(self._prefixes.state_keys(sequence, save.position))
         parts = [part for part, key in enumerate(keys) if device.find_block(key) is None]
         if not parts:
@@ -179,12 +212,17 @@ class StateCopier:
         if len(parts) > device.pool.num_free:
             self.num_skipped += 1
             return
+        if save.kind is not SnapshotKind.SHARED:
+            self._demote_origin(states)
+            self._note_kind(keys[0], save.kind)
+        is_prompt = save.kind is SnapshotKind.PROMPT
+        is_replaced = save.kind is SnapshotKind.DECODE or (is_prompt and states.repeats_output)
         blocks, live = device.pool.allocate_all(len(parts)), self._live_blocks(sequence)
         for part, block in zip(parts, blocks, strict=True):
             device.add_block(keys[part], block)
             sequence.blocks.unverified.append((block, keys[part]))
-            if save.is_decode:
-                states.last_decoded.append((block, keys[part]))
+            if is_replaced:
+                states.replaced.append((block, keys[part]))
         self._copies += self._copies_between([live[part] for part in parts], blocks)
         self._held += blocks
         self.num_saved += 1
@@ -210,12 +248,42 @@ class StateCopier:
         self._held += states.load_ids
         states.load_ids = []
 
-    def _forget_last(self, states: SequenceStates) -> None:
+    def _note_turn(self, sequence: Sequence, *, continues_output: bool) -> None:
+        """Find out whether a sequence continues a turn, and which end its next turn will need.
+
+        `continues_output` is whether more than its snapshot was cached.
+        """
+        states = sequence.blocks.states
+        assert states is not None
+        keys = list(self._prefixes.state_keys(sequence, sequence.num_computed))
+        kind = self._kinds.pop(keys[0].digest, SnapshotKind.SHARED)
+        if kind in (SnapshotKind.SHARED, SnapshotKind.CONTINUED):
+            return
+        self._note_kind(keys[0], SnapshotKind.CONTINUED)
+        states.origin = keys
+        states.repeats_output = kind is SnapshotKind.DECODE
+        states.keeps_ends = states.repeats_output or continues_output
+
+    def _forget_replaced(self, states: SequenceStates) -> None:
         """Free the last snapshot of a decoding sequence, which the next replaces."""
-        for block, key in states.last_decoded:
+        for block, key in states.replaced:
             if self._device.find_block(key) == block:
                 self._device.forget_block(block)
-        states.last_decoded = []
+        states.replaced = []
+
+    def _demote_origin(self, states: SequenceStates) -> None:
+        """Evict the snapshot of an earlier turn first, unless other sequences have reused it."""
+        keys, states.origin = states.origin, []
+        if keys and self._kinds.pop(keys[0].digest, None) is SnapshotKind.CONTINUED:
+            for block in map(self._device.find_block, keys):
+                if block is not None:
+                    self._device.pool.age(block)
+
+    def _note_kind(self, key: BlockKey, kind: SnapshotKind) -> None:
+        """Remember the kind of the snapshot with this first key."""
+        self._kinds[key.digest] = kind
+        if len(self._kinds) > _MOST_TURNS:
+            self._kinds.popitem(last=False)
 
     def _num_known(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence had cached blocks, with or without their state."""

@@ -137,6 +137,7 @@ class VirtualReplica:
         tenant: str = "",
         n: int = 1,
         has_limit: bool = True,
+        anchors: tuple[int, ...] = (),
     ) -> VirtualCall:
         """Add a request; its sequences end with a stop token unless it `has_limit`."""
         number = next(self._numbers)
@@ -152,6 +153,7 @@ class VirtualReplica:
             seed=number,
             eos_token_ids=(EOS,),
             tenant=tenant,
+            anchors=anchors,
         )
         call = VirtualCall(
             arrival_s=arrival_s,

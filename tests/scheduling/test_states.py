@@ -6,6 +6,7 @@ The worker checks that a row has taken in each token exactly once.
 from __future__ import annotations
 
 import random
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -121,6 +122,56 @@ def test_a_running_sequence_keeps_only_its_last_snapshot() -> None:
     # Of the prompt one, and the last of those at 128, 256 and 384.
     num_table = 389 // 16
     assert kv.pool.num_idle == num_table + 2 * 3
+
+
+def test_a_conversation_that_repeats_its_output_keeps_no_end_of_its_prompts() -> None:
+    harness, conversation = make_harness(), tokens(1, 130)
+    for turn in range(4):
+        cached = run(harness, conversation, max_tokens=200)
+        if turn:
+            assert len(conversation) - 30 - cached <= 128
+        conversation += output_of(harness, turn) + tokens(10 + turn, 30)
+    kv, keys = harness.scheduler._kv, harness.sequences[3].blocks.keys
+    found = [
+        index + 1
+        for index, key in enumerate(keys)
+        if kv.device.find_block(state_key(key, 0)) is not None
+    ]
+    # The end of the first prompt, and of each output.
+    assert [16 * one for one in found][:1] == [128]
+    assert len(found) == 5
+
+
+def test_a_conversation_that_drops_its_output_makes_no_snapshots_while_it_decodes() -> None:
+    harness, conversation = make_harness(), tokens(1, 130)
+    for turn in range(3):
+        num_saved = states_of(harness).num_saved
+        cached = run(harness, conversation, max_tokens=300)
+        # The first turn makes one at the end of its prompt, and others while it decodes.
+        assert states_of(harness).num_saved - num_saved == (1 if turn else 3)
+        assert cached == max(0, len(conversation) - 131) // 64 * 64
+        conversation += tokens(10 + turn, 130)
+
+
+def test_a_snapshot_that_only_the_next_turn_needed_is_evicted_first() -> None:
+    harness, prompt = make_harness(), tokens(1, 300)
+    run(harness, prompt)
+    kv, keys = harness.scheduler._kv, harness.sequences[0].blocks.keys
+    snapshot = {kv.device.find_block(state_key(keys[15], part)) for part in range(3)}
+    run(harness, prompt + tokens(2, 100))
+    assert set(islice(kv.pool.idle_blocks, 3)) == snapshot
+
+
+def test_a_snapshot_that_two_continued_is_kept() -> None:
+    harness, prompt = make_harness(), tokens(1, 300)
+    run(harness, prompt)
+    for seed in (2, 3):
+        harness.add(prompt + tokens(seed, 100), max_tokens=1)
+    harness.drain()
+    kv, keys = harness.scheduler._kv, harness.sequences[0].blocks.keys
+    snapshot = {kv.device.find_block(state_key(keys[15], part)) for part in range(3)}
+    assert states_of(harness).num_loaded == 2
+    assert snapshot.isdisjoint(islice(kv.pool.idle_blocks, 2))
 
 
 @pytest.mark.parametrize("is_snapshot", [True, False])
