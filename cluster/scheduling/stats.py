@@ -70,6 +70,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_failed_writes: int = 0
     """Blocks that a rank could not write."""
     num_failed_reads: int = 0
+    num_saved_states: int = 0
+    """Snapshots of recurrent states that were made; the next field counts snapshots reused."""
+    num_loaded_states: int = 0
+    num_skipped_states: int = 0
+    """Snapshots that were not made, since too few blocks were free."""
+    num_unreused_tokens: int = 0
+    """Tokens that were found and computed again, since no state was kept after them."""
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0
     num_scheduled_tokens: int
@@ -103,6 +110,13 @@ def cache_counts(kv: KvManager) -> dict[str, int]:
         "num_kept_cpu_blocks": cpu.num_kept_blocks,
         "num_kept_hit_tokens": int(cpu.num_kept_hit_blocks * block_tokens),
     }
+    if (states := kv.states) is not None:
+        counts |= {
+            "num_saved_states": states.num_saved,
+            "num_loaded_states": states.num_loaded,
+            "num_skipped_states": states.num_skipped,
+            "num_unreused_tokens": states.num_unreused_tokens,
+        }
     if (disk := kv.disk) is not None:
         counts |= {
             "num_disk_blocks": disk.pool.num_blocks,

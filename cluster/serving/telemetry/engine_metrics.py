@@ -43,6 +43,7 @@ class EngineCollector(Collector):
             yield from _sequence_families(stats.scheduler)
             yield from _pool_families(stats)
             yield from _prefix_families(stats)
+            yield from _state_families(stats.scheduler)
             yield from _kept_families(stats.scheduler)
             yield from _disk_families(stats)
             yield from _preemption_families(stats)
@@ -112,6 +113,24 @@ def _prefix_families(stats: EngineStats) -> Iterator[Metric]:
             "out": scheduler.num_saved_blocks * stats.block_bytes,
             "in": scheduler.num_restored_blocks * stats.block_bytes,
         },
+    )
+
+
+def _state_families(scheduler: SchedulerStats) -> Iterator[Metric]:
+    yield _labeled_counter(
+        "prefix_states",
+        "Snapshots of recurrent states that were made, reused, or not made for lack of blocks",
+        "event",
+        {
+            "saved": scheduler.num_saved_states,
+            "loaded": scheduler.num_loaded_states,
+            "skipped": scheduler.num_skipped_states,
+        },
+    )
+    yield _counter(
+        "prefix_unreused_tokens",
+        "Tokens found in the prefix cache and computed again, for lack of a recurrent state",
+        scheduler.num_unreused_tokens,
     )
 
 
