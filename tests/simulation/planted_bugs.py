@@ -294,7 +294,7 @@ StateCopier.release: blocks of a state that was not loaded are lost
 - self._device.pool.release(block)
 + pass
 
-StateCopier._forget_last: a replaced snapshot is found while another takes its place
+StateCopier._forget_replaced: a replaced snapshot is found while another takes its place
 - self._device.forget_block(block)
 + self._device.pool.discard(block)
 
