@@ -3,7 +3,8 @@
     python -m bench.cpu --output bench/results/cpu.json
 
 Both engines load the same random checkpoint, a Llama of hidden size 512 with 8 layers, 8 heads and
-4 KV heads, each in a process of its own, and take turns: A B A B. A waiting process sleeps.
+4 KV heads unless `--shape` names another, each in a process of its own, and take turns: A B A B. A
+waiting process sleeps.
 
 `decode` counts the tokens after the first: n - 1 tokens over the time of a call for n tokens minus
 that of a call for one, which is the prefill. `call` is n tokens over the whole call. `mixed` is
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -32,6 +34,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from bench.cpu.engines import EngineProcess, PagedRay, Transformers
+from bench.engine import SHAPES
 from bench.records.command import command_and_date
 from bench.records.machine import cpu_name
 
@@ -59,6 +62,7 @@ def main() -> int:
         prog="python -m bench.cpu", description="CPU throughput compared with transformers."
     )
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"))
+    parser.add_argument("--shape", choices=SHAPES, help="in place of the small Llama")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--batch", type=int, action="append", help="batch sizes (1 8 32)")
@@ -67,7 +71,7 @@ def main() -> int:
     options = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        _save_checkpoint(Path(folder))
+        _save_checkpoint(Path(folder), options.shape)
         for dtype in options.dtype or ["float32", "bfloat16"]:
             rows += _measure(Path(folder), dtype, options)
     _print_table(rows)
@@ -76,9 +80,9 @@ def main() -> int:
     return 0
 
 
-def _save_checkpoint(folder: Path) -> None:
+def _save_checkpoint(folder: Path, shape: str | None) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config: Any = transformers.LlamaConfig(  # Any: the class of configurations of any model
         hidden_size=512,
         num_hidden_layers=8,
         num_attention_heads=8,
@@ -89,7 +93,13 @@ def _save_checkpoint(folder: Path) -> None:
         eos_token_id=None,
         bos_token_id=None,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    dtype = torch.float32
+    if shape is not None:
+        fields = {**SHAPES[shape], "eos_token_id": None, "bos_token_id": None}
+        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        dtype = torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
     words = {f"w{index}": index for index in range(config.vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.decoder = ByteLevel()

@@ -67,7 +67,7 @@ class Transformers(Engine):
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
         # Any: transformers' own models do not match the protocol that `generate` declares.
-        self._model: Any = transformers.LlamaForCausalLM.from_pretrained(
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype)
         ).eval()
 
