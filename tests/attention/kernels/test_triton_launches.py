@@ -20,6 +20,7 @@ CHANGING = {"num_pairs", "table_stride", "table_width"}
 and for multiples of 16."""
 KERNELS = ROOT / "attention" / "kernels" / "triton"
 BEFORE = {
+    "_row",
     "arange",
     "full",
     "min",
