@@ -14,6 +14,7 @@ from pagedray.errors import CheckpointError
 from pagedray.rank_roofline import WeightWork
 from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.expert_product import (
+    Choice,
     ExpertPart,
     ExpertProduct,
     Router,
@@ -82,9 +83,13 @@ class ExpertLayer(Layer):
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
         return self._group.all_reduce(self.partial(x))
 
-    def partial(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's part of the output. The router reads its own input, if it has one."""
-        out = self._product(x, self._router(x if router_input is None else router_input))
+    def choose(self, x: torch.Tensor) -> Choice:
+        """Return the experts of each token; `x` is the router's input."""
+        return self._router(x)
+
+    def partial(self, x: torch.Tensor, choice: Choice | None = None) -> torch.Tensor:
+        """Return this rank's part of the output. Without a choice, the router reads `x`."""
+        out = self._product(x, self.choose(x) if choice is None else choice)
         if self._shared is None:
             return out
         shared = self._shared.partial(x)

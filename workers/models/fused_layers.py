@@ -8,7 +8,9 @@ definition is `workers.models.decoder_layer`, and both read the same weights.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +31,10 @@ from workers.models.self_attention import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pagedray.model_config import ModelConfig
+    from workers.layers.expert_product import Choice
     from workers.layers.experts import ExpertLayer
     from workers.layers.linear_kernel import LinearKernel
     from workers.layers.norm import Norm
@@ -382,6 +385,32 @@ class FusedParallelLayer(FusedLayer):
         return self._scaled_sum(part, None)
 
 
+class _Branch:
+    """Runs a function beside others in a captured graph, where both use a part of the GPU."""
+
+    def __init__(self, device: torch.device, *, is_used: bool) -> None:
+        self._stream = _side_stream(device) if is_used and device.type == "cuda" else None
+
+    @contextmanager
+    def beside(self, function: Callable[[], Choice]) -> Iterator[Choice]:
+        """Run the function, beside the kernels that are launched within the context."""
+        stream = self._stream
+        if stream is None or not torch.cuda.is_current_stream_capturing():
+            yield function()
+            return
+        main = torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            result = function()
+        yield result
+        main.wait_stream(stream)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class FusedScaledLayer(FusedLayer):
     """The fused form of `ScaledDecoderLayer`."""
 
@@ -393,6 +422,7 @@ class FusedScaledLayer(FusedLayer):
             overlaps=group.size == 1,
         )
         self._sum = FusedNorm(None)
+        self._branch = _Branch(layer.scale.value.device, is_used=group.size == 1)
         self._layer_scale = layer.scale.value
 
     def finish(self, tail: LayerTail) -> NormedDelta:
@@ -407,9 +437,11 @@ class FusedScaledLayer(FusedLayer):
             delta = NormedDelta(all_reduce(self.mlp_output(residual, attended)), mlp_norm)
         else:
             norms = side.norm, side.router_norm
-            rows, *expert_rows = self._mlp_norm.with_others(residual, attended, norms)
-            output = all_reduce(self.mlp.partial(rows))
-            others = all_reduce(side.experts.partial(*expert_rows))
+            rows, expert_rows, router_rows = self._mlp_norm.with_others(residual, attended, norms)
+            # The rows of the router must not be freed before its kernels have ended.
+            with self._branch.beside(partial(side.experts.choose, router_rows)) as choice:
+                output = all_reduce(self.mlp.partial(rows))
+            others = all_reduce(side.experts.partial(expert_rows, choice))
             delta = NormedDelta(output, mlp_norm, (others, side.mlp_norm, side.post_norm))
         if self._embedding_input is not None:
             assert tail.other is not None

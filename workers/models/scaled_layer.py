@@ -111,7 +111,8 @@ class SideExperts(CompositeLayer):
 
         `stream` is the input of the norm before the MLP, and `output` is that of the MLP.
         """
-        part = self.experts.partial(self.norm(stream), self.router_norm(stream))
+        choice = self.experts.choose(self.router_norm(stream))
+        part = self.experts.partial(self.norm(stream), choice)
         return self.mlp_norm(output) + self.post_norm(self._group.all_reduce(part))
 
     def sublayers(self) -> tuple[Layer, ...]:
