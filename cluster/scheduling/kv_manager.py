@@ -111,8 +111,8 @@ class KvManager:
                 block_size=self.block_size,
                 num_full=max(self.groups.num_full, 1),
             ),
-            max_saved=-(-_SAVED_TOKENS * max_num_tokens // self.block_size)
-            * self.groups.num_groups,
+            max_saved=-(-_SAVED_TOKENS * max_num_tokens // self.block_size) * self.groups.num_groups
+            + options.state_blocks,
             is_enabled=has_cpu_tier and num_cpu_blocks > 0,
         )
         self.disk: DiskTier | None = None

@@ -119,7 +119,8 @@ class StateCopier:
         num_unreused = self._num_known(sequence) - sequence.num_computed
         self.num_unreused_tokens += num_unreused
         self.resume(sequence, load_ids)
-        if load_ids:
+        # Siblings, and sequences that start again, find what their own request has made.
+        if load_ids and sequence.active.is_queued:
             self._note_turn(sequence, continues_output=num_unreused >= self._grid)
 
     def resume(self, sequence: Sequence, load_ids: list[int]) -> None:

@@ -226,7 +226,7 @@ def test_a_snapshot_comes_back_from_the_cpu_pool_of_a_rank_that_died() -> None:
 
 def test_a_snapshot_comes_back_from_the_disk() -> None:
     harness = make_harness(
-        num_blocks=40, num_cpu_blocks=60, num_disk_blocks=400, budget=64, preemption="swap"
+        num_blocks=40, num_cpu_blocks=80, num_disk_blocks=400, budget=64, preemption="swap"
     )
     prompt = tokens(1, 300)
     run(harness, prompt)
@@ -302,6 +302,15 @@ def test_siblings_start_from_the_last_snapshot_before_the_last_token(num_tokens:
     assert states_of(harness).num_loaded == 2 * (num_tokens > GRID)
     starts = [start for plan in harness.plans for start in plan.starts]
     assert [start.donor_row for start in starts] == [-1] * 3
+
+
+def test_siblings_keep_the_ends_of_their_outputs() -> None:
+    harness, prompt = make_harness(), tokens(1, 130)
+    harness.add(prompt, n=2, max_tokens=140)
+    harness.drain()
+    for index in range(2):
+        output = harness.results.tokens["request-0", index]
+        assert run(harness, prompt + output + [4]) == 256
 
 
 def test_siblings_compute_the_prompt_without_a_prefix_cache() -> None:
