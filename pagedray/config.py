@@ -22,6 +22,7 @@ __all__ = [
     "KVCacheDtype",
     "KernelReport",
     "LoadFormat",
+    "MatrixDtype",
     "MessageSpecialTokens",
     "ParallelConfig",
     "PlacementStrategy",
@@ -33,6 +34,7 @@ __all__ = [
 
 Device = Literal["cuda", "cpu"]
 KVCacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
+MatrixDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 MessageSpecialTokens = Literal["text", "parse"]
 PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
@@ -119,6 +121,8 @@ class CacheConfig:
     """Maximum number of bytes that all ranks together keep there."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """The dtype of keys and values; `auto` is the model's."""
+    mamba_ssm_cache_dtype: MatrixDtype = "auto"
+    """The dtype of the matrices of recurrent layers; `auto` is that of the checkpoint."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 256:

@@ -1,7 +1,7 @@
 """The work of a rank's steps, and the speed of its device.
 
-Weights and cached keys and values are counted. Activations, and exchanges between the ranks of a
-group, are not.
+Weights, states, and cached keys and values are counted. Activations, and exchanges between the
+ranks of a group, are not.
 """
 
 from __future__ import annotations
@@ -90,3 +90,5 @@ class RankRoofline:
     attention: tuple[AttentionWork, ...]
     experts: ExpertChoice | None
     speed: DeviceSpeed
+    state_bytes: int = 0
+    """Bytes of the recurrent state of a sequence, which each of its steps reads and writes."""

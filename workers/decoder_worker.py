@@ -434,6 +434,7 @@ def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:
         attention=attention_work(spec, model.config.cache_indices),
         experts=None if experts is None else ExpertChoice(experts.num_experts, experts.num_chosen),
         speed=speed,
+        state_bytes=spec.state_bytes,
     )
 
 

@@ -27,6 +27,7 @@ from pagedray.config import (
     Device,
     KVCacheDtype,
     LoadFormat,
+    MatrixDtype,
     MessageSpecialTokens,
     PlacementStrategy,
     Preemption,
@@ -170,6 +171,11 @@ _GROUPS = {
             "FRACTION",
         ),
         Flag("kv_cache_dtype", "Data type of keys and values.", get_args(KVCacheDtype)),
+        Flag(
+            "mamba_ssm_cache_dtype",
+            "Data type of the matrices of recurrent layers; auto is that of the checkpoint.",
+            get_args(MatrixDtype),
+        ),
         Flag("block_size", "Tokens per block, 1 to 256.", int),
         Flag("num_blocks", "Blocks on the device. (default: as many as fit)", int),
         Flag(

@@ -255,13 +255,20 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
     num_blocks = stats.scheduler.num_blocks
     if num_blocks:
         block_size = config.cache.block_size
-        num_full = num_blocks // -(-config.max_model_len // block_size)
+        blocks_each = -(-config.max_model_len // block_size) + stats.state_blocks
+        num_full = num_blocks // blocks_each
         most = min(num_full, stats.scheduler.max_num_seqs)
         dtype = config.cache.kv_cache_dtype
         yield (
             f"KV cache of {num_blocks * block_size} tokens in "
             f"{model.dtype if dtype == 'auto' else dtype}: "
             f"{pluralize(most, 'request')} of full length at once"
+        )
+    if stats.state_blocks:
+        rows, num_bytes = stats.scheduler.max_num_seqs, stats.state_blocks * stats.block_bytes
+        yield (
+            f"Recurrent states of {pluralize(rows, 'sequence')} of {num_bytes / 2**20:.1f} MiB, "
+            f"{rows * num_bytes / 2**30:.1f} GiB in addition to the KV cache"
         )
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)

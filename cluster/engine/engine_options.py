@@ -16,6 +16,7 @@ from pagedray.config import (
     EngineConfig,
     KVCacheDtype,
     LoadFormat,
+    MatrixDtype,
     MessageSpecialTokens,
     ParallelConfig,
     PlacementStrategy,
@@ -96,6 +97,7 @@ class EngineOptions:
     disk_cache_folder: str | None = _DEFAULTS["disk_cache_folder"]
     disk_cache_bytes: int | None = _DEFAULTS["disk_cache_bytes"]
     kv_cache_dtype: KVCacheDtype = _DEFAULTS["kv_cache_dtype"]
+    mamba_ssm_cache_dtype: MatrixDtype = _DEFAULTS["mamba_ssm_cache_dtype"]
     max_num_seqs: int | None = _DEFAULTS["max_num_seqs"]
     max_num_batched_tokens: int | None = _DEFAULTS["max_num_batched_tokens"]
     max_model_len: int | None = _DEFAULTS["max_model_len"]

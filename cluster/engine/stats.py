@@ -93,6 +93,8 @@ class EngineStats:
     block_bytes: int
     """Bytes of one KV block on all ranks together."""
     kernels: KernelReport
+    state_blocks: int = 0
+    """Blocks of the recurrent state of a sequence; 0 if the model has none."""
     replacements: dict[str, int] = field(default_factory=dict)
     """How often ranks were replaced, by cause: `death` or `hang`."""
     num_hangs: dict[str, int] = field(default_factory=dict)

@@ -317,7 +317,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     _LAYERS: "diffusion_config engram_config gdn_prefill_backend "
                     "kda_decode_backend kda_prefill_backend mamba_backend mamba_block_size "
                     "mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config "
-                    "mamba_ssm_cache_dtype mamba_ssu_algorithm replayssm_buffer_len",
+                    "mamba_ssu_algorithm replayssm_buffer_len",
                     _LORA: "lora_dtype lora_extra_vocab_size lora_target_modules max_cpu_loras "
                     "max_lora_cls_labels max_lora_rank max_loras",
                     _MODEL_CODE: "code_revision",

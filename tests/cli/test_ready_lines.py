@@ -41,7 +41,7 @@ CASES = {
 """The error of the engine, what the server does, and how it exits."""
 
 
-def lines(config: EngineConfig, num_blocks: int) -> list[str]:
+def lines(config: EngineConfig, num_blocks: int, state_blocks: int = 0) -> list[str]:
     scheduler = SchedulerStats(
         max_num_seqs=config.max_num_seqs,
         num_running=0,
@@ -57,8 +57,9 @@ def lines(config: EngineConfig, num_blocks: int) -> list[str]:
         last_step_s=0.0,
         num_prompt_tokens=0,
         num_generated_tokens=0,
-        block_bytes=0,
+        block_bytes=2**18,
         kernels=KernelReport("none", {}),
+        state_blocks=state_blocks,
     )
     return list(ready_lines(config, stats))
 
@@ -73,6 +74,13 @@ def test_requests_of_full_length_are_counted_in_whole_blocks() -> None:
     assert "8 requests" in lines(config, 62)[1]
     assert "1 request of" in lines(config, 7)[1]
     assert len(lines(config, 0)) == 1
+
+
+def test_the_memory_of_states_is_shown() -> None:
+    config = engine_config(TINY_LLAMA, EngineOptions(device="cpu", max_num_seqs=512))
+    assert lines(config, 64, 6)[2] == (
+        "Recurrent states of 512 sequences of 1.5 MiB, 0.8 GiB in addition to the KV cache"
+    )
 
 
 def test_the_format_of_quantized_weights_is_named() -> None:

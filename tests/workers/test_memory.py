@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 
+from attention.abstract import AttentionSpec, StateTensor
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import StepPlan
 from pagedray.config import CacheSize
@@ -24,6 +25,7 @@ from workers.memory_profile import (
     cache_size,
     free_host_bytes,
     host_pool_bytes,
+    num_rows_with_states,
 )
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
@@ -87,6 +89,46 @@ def test_pool_beside_a_gpu_has_at_most_four_times_its_blocks(
 def test_memory_of_less_than_two_blocks_is_rejected() -> None:
     with pytest.raises(DeviceError, match=r"Only \d+ bytes of cuda memory are left for the KV cac"):
         gpu_cache_size(1, BESIDE_GPU)
+
+
+def with_state(num_blocks: int) -> AttentionSpec:
+    """Return a spec of a model with a state of so many blocks, less a few bytes."""
+    config = engine_config(TINY_LLAMA, BESIDE_GPU)
+    spec = attention_spec(
+        config.model, SoloGroup(), block_size=16, device=torch.device("cuda"), max_seq_len=256
+    )
+    num_bytes = num_blocks * spec.block_bytes - 32
+    return replace(spec, states=((StateTensor((num_bytes,), torch.uint8),),))
+
+
+def test_states_of_all_rows_take_memory_before_blocks() -> None:
+    spec = with_state(3)
+    assert spec.state_blocks == 3
+    config = engine_config(
+        TINY_LLAMA, replace(BESIDE_GPU, max_num_seqs=64, enable_prefix_cache=False)
+    )
+
+    def size(num_fitting: int) -> CacheSize:
+        free = num_fitting * spec.block_bytes
+        return cache_size(config, spec, free_bytes=lambda: free, num_neighbors=1)
+
+    assert size(64 * 3 + 100).num_blocks == 100
+    assert size(64 * 3 + 100).state_blocks == 3
+    with pytest.raises(DeviceError) as caught:
+        size(64 * 3)
+    numbers = (64 * 3 * spec.block_bytes, spec.block_bytes, 64, spec.state_bytes)
+    assert all(str(number) in str(caught.value) for number in numbers)
+
+
+def test_rows_have_at_most_half_of_the_memory_for_their_states() -> None:
+    spec = with_state(3)
+    size = 3 * spec.block_bytes
+    assert [num_rows_with_states(spec, 256, free) for free in (0, 20 * size, 9999 * size)] == [
+        1,
+        10,
+        256,
+    ]
+    assert num_rows_with_states(replace(spec, states=()), 256, 0) == 256
 
 
 def test_pool_beside_a_gpu_is_a_part_of_the_memory_that_the_ranks_share() -> None:

@@ -300,6 +300,9 @@ def with_cache_format(config: EngineConfig) -> EngineConfig:
     """Return the configuration of a model that knows its cache. Raises CheckpointError."""
     dtype = config.cache.kv_cache_dtype
     model = replace(config.model, kv_cache_dtype=dtype)
+    matrix_dtype = config.cache.mamba_ssm_cache_dtype
+    if model.recurrent is not None and matrix_dtype != "auto":
+        model = replace(model, recurrent=replace(model.recurrent, matrix_dtype=matrix_dtype))
     has_scales = model.quantization is not None and model.quantization.has_cache_scales
     if has_scales and dtype == "auto":
         logger.info(

@@ -403,7 +403,8 @@ def _rank_share(run: MeasuredRun, rank: int, roofline: RankRoofline) -> Roofline
         times = run.expert_steps(roofline.experts)
         weight_bytes += times * (roofline.weights.expert_bytes + roofline.sampled.expert_bytes)
         experts_per_layer = times / run.num_steps * roofline.experts.num_experts
-    kv_bytes, flop = 0.0, 0.0
+    # A chunk of a prompt has more tokens for a state.
+    kv_bytes, flop = 2.0 * roofline.state_bytes * run.num_decode_rows, 0.0
     for attention in roofline.attention:
         window = attention.window
         kv_bytes += attention.token_bytes * sum(one.num_cache_reads(window) for one in run.requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -79,6 +80,14 @@ def test_every_token_reads_and_sees_its_context(lengths: SequenceLengths) -> Non
     assert share.compute_share == pytest.approx(flop / 1e5 / 2.0)
     assert share.share == max(share.memory_share, share.compute_share)
     assert share.step_ms == pytest.approx(200.0)
+
+
+def test_decodes_read_and_write_their_states() -> None:
+    lengths = SequenceLengths(9, 0, 5)
+    plain = share_of_roofline(run(lengths), [roofline()])
+    share = share_of_roofline(run(lengths), [replace(roofline(), state_bytes=1000)])
+    # The prompt gives the first token.
+    assert share.kv_bytes_per_step - plain.kv_bytes_per_step == pytest.approx(4 * 2000 / 10)
 
 
 def test_products_in_fp8_take_their_own_time() -> None:

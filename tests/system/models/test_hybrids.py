@@ -213,9 +213,10 @@ def test_killed_ranks_change_nothing(truth: Truth, num_ranks: int, ray_cluster: 
     with open_group(
         truth.folder,
         num_ranks=num_ranks,
-        **pool(truth, 2, 4),
+        **pool(truth, 1, 3),
         num_cpu_blocks=1000,
-        max_num_seqs=4,
+        max_num_seqs=2,
+        preemption="swap",
     ) as llm:
         assert completions(llm, truth.prompts) == truth.continuations
         kill_after_steps(llm, 40, serving_processes()[-1:])

@@ -15,14 +15,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from pagedray.config import EngineConfig
+from pagedray.config import CacheConfig, EngineConfig, MatrixDtype
 from pagedray.errors import CheckpointError, StartupError
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import CPU, run
+from workers.layers.recurrent import layer_states
 from workers.models.decoder import Decoder
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import ParallelGroup, SoloGroup
+from workers.weights.checkpoint import with_cache_format
 from workers.weights.load_weights import load_weights, with_stored_experts
 
 VOCAB_SIZE = 97
@@ -229,6 +231,24 @@ def test_unsupported_values_are_rejected_by_name(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_matrices_have_the_dtype_of_the_option(dtype: MatrixDtype, tmp_path: Path) -> None:
+    fields = delta_fields(random.Random(0)) | {"layer_types": ["linear_attention"] * 2}
+    save_random("qwen3_5_text", fields, tmp_path, 0)
+    model_config = read_model_config(tmp_path, dtype="float32")
+    cache = CacheConfig(mamba_ssm_cache_dtype=dtype)
+    config = with_cache_format(EngineConfig(model=model_config, cache=cache))
+    group, ids = SoloGroup(), token_ids(0)
+    _, matrix = layer_states(config.model, group)[0]
+    assert matrix.dtype == (torch.float32 if dtype == "auto" else torch.bfloat16)
+    model = Decoder(config.model, group, backend=TorchSDPABackend, device=CPU)
+    load_weights(model, config)
+    errors = (run(model, group, (100, 50), ids=ids) - reference(tmp_path, ids)[100:]).abs()
+    # States of 8 bits of precision change results by about 1%.
+    assert errors.mean() < (1e-5 if dtype == "auto" else 0.05)
+    assert dtype == "auto" or errors.mean() > 2e-5
 
 
 def test_a_rank_has_its_part_of_a_state(tmp_path: Path) -> None:

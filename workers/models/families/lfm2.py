@@ -24,7 +24,7 @@ __all__ = ["LFM2", "LFM2_MOE"]
 
 _THETA = 1e6
 _SUM_EPS = 1e-6
-_MAX_WIDTH = 64
+_MAX_WIDTH = 4
 _NAMES = TensorNames(
     final_norm="model.embedding_norm",
     attention_norm="operator_norm",

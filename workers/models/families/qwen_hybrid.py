@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_5_MOE_TEXT", "QWEN3_5_TEXT", "QWEN3_NEXT"]
 
-_MAX_WIDTH = 64
+_MAX_WIDTH = 4
 _INTERVAL = 4
 _ROTARY_FACTOR = 0.25
 # The layers that predict several tokens.
