@@ -16,6 +16,8 @@ from attention.kernels.arguments import CHUNK_SIZE
 from attention.kernels.cpu import recurrent_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
 
 __all__ = ["causal_conv", "delta_rule", "gated_delta_rule", "selective_scan"]
@@ -128,22 +130,16 @@ def selective_scan(
     log_decay = -gates.a_log.exp() * sizes
     out = x.new_zeros(x.shape)
     parts = c, b, x, log_decay, sizes
-    alone = []
-    for row, first, end in segments.spans():
-        is_last_alone = (end - first) % CHUNK_SIZE == 1
-        if is_last_alone:
-            alone.append((end - 1, row))
-        if first < end - is_last_alone:
-            chunks = slice(first, end - is_last_alone)
-            inputs = _spread(*(part[chunks] for part in parts))
-            results = _scan_chunks(*inputs, state=states[row])
-            out[chunks] = results.add_(x[chunks] * gates.d[:, None])
-    if not alone or recurrent_steps.scan_step(*parts, gates.d, states, segments, out):
+    if recurrent_steps.selective_scan(*parts, gates.d, states, segments, out):
         return out
-    tokens, rows = torch.tensor(alone, device=x.device).unbind(1)
-    inputs = _spread(*(part[tokens] for part in parts))
-    results = _scan_step(*inputs, states=states, rows=rows)
-    out[tokens] = results.add_(x[tokens] * gates.d[:, None]).to(out.dtype)
+    for row, chunks, last in _cut(segments):
+        state = states[row]
+        if chunks is not None:
+            results = _scan_chunks(*_spread(*(part[chunks] for part in parts)), state=state)
+            out[chunks] = results.add_(x[chunks] * gates.d[:, None])
+        if last is not None:
+            results = _scan_step(*_spread(*(part[last] for part in parts)), state=state)
+            out[last] = results.add_(x[last] * gates.d[:, None])
     return out
 
 
@@ -157,28 +153,32 @@ def _delta_rule(
     states: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Return the results on a CPU: chunks by torch, tokens that are alone in theirs by a kernel."""
+    """Return the results on a CPU, by a kernel or else by torch."""
     out = value.new_zeros(value.shape)
     parts = query, key, value, log_decay, beta
-    alone = []
-    for row, first, end in segments.spans():
-        # A token that is alone in its chunk is computed as a decode would compute it.
-        is_last_alone = (end - first) % CHUNK_SIZE == 1
-        if is_last_alone:
-            alone.append((end - 1, row))
-        if first < end - is_last_alone:
-            chunks = slice(first, end - is_last_alone)
-            inputs = _prepared(*(part[chunks] for part in parts))
-            results = _delta_chunks(*inputs, state=states[row])
-            out[chunks] = _normed(results, norm, chunks)
-    if not alone or recurrent_steps.delta_step(*parts, norm, states, segments, out):
+    if recurrent_steps.delta_rule(*parts, norm, states, segments, out):
         return out
-    tokens, rows = torch.tensor(alone, device=value.device).unbind(1)
-    inputs = _prepared(*(part[tokens] for part in parts))
-    out[tokens] = _normed(_delta_step(*inputs, states=states, rows=rows), norm, tokens).to(
-        out.dtype
-    )
+    for row, chunks, last in _cut(segments):
+        state = states[row]
+        if chunks is not None:
+            results = _delta_chunks(*_prepared(*(part[chunks] for part in parts)), state=state)
+            out[chunks] = _normed(results, norm, chunks)
+        if last is not None:
+            results = _delta_step(*_prepared(*(part[last] for part in parts)), state=state)
+            out[last] = _normed(results, norm, last)
     return out
+
+
+def _cut(segments: Segments) -> Iterator[tuple[int, slice | None, slice | None]]:
+    """Yield the row of each segment, its chunks, and its last token if that is alone in a chunk.
+
+    Such a token is computed as a decode would compute it.
+    """
+    for row, first, end in segments.spans():
+        is_alone = (end - first) % CHUNK_SIZE == 1
+        middle = end - is_alone
+        chunks = slice(first, middle) if first < middle else None
+        yield row, chunks, slice(middle, end) if is_alone else None
 
 
 def _prepared(
@@ -206,7 +206,7 @@ def _spread(
     return query, key, value.float(), log_decay.unsqueeze(2), factor.unsqueeze(2)
 
 
-def _normed(x: torch.Tensor, norm: GatedNorm | None, tokens: slice | torch.Tensor) -> torch.Tensor:
+def _normed(x: torch.Tensor, norm: GatedNorm | None, tokens: slice) -> torch.Tensor:
     """Return the gated norm of the results of some tokens, in float32."""
     if norm is None:
         return x
@@ -227,18 +227,12 @@ def _delta_step(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     *,
-    states: torch.Tensor,
-    rows: torch.Tensor,
+    state: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the results of one token of each of some rows, `[num_tokens, num_heads, size]`."""
-    num_heads, *shape = states.shape[1:]
-    state = states[rows].float().view(-1, *shape)
-    query, key, value = (part.flatten(0, 1).unsqueeze(2) for part in (query, key, value))
-    state *= log_decay.exp().view(-1, 1, 1)
-    change = (value - state @ key).mul_(beta.view(-1, 1, 1))
-    state.baddbmm_(change, key.mT)
-    states[rows] = state.view(-1, num_heads, *shape).to(states.dtype)
-    return (state @ query).view(-1, num_heads, shape[0])
+    """Return the results of one token, `[1, num_heads, value_size]`, and update the state."""
+    current = state.float() * log_decay[0].exp().unsqueeze(2)
+    change = beta[0] * (value[0] - (current @ key[0].unsqueeze(2)).squeeze(2))
+    return _add_change(query, key, change, current, state)
 
 
 def _delta_chunks(
@@ -276,14 +270,24 @@ def _scan_step(
     log_decay: torch.Tensor,
     sizes: torch.Tensor,
     *,
-    states: torch.Tensor,
-    rows: torch.Tensor,
+    state: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the results of one token of each of some rows, as `_delta_step` does."""
-    state = states[rows].float() * log_decay.exp().unsqueeze(3)
-    state += (x * sizes).unsqueeze(3) * b.unsqueeze(2)
-    states[rows] = state.to(states.dtype)
-    return (state @ c.unsqueeze(3)).squeeze(3)
+    """Return the results of one token, as `_delta_step` does."""
+    current = state.float() * log_decay[0].exp().unsqueeze(2)
+    return _add_change(c, b, x[0] * sizes[0], current, state)
+
+
+def _add_change(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    change: torch.Tensor,
+    current: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return the results of one token with a change of the decayed state, which is stored."""
+    current.baddbmm_(change.unsqueeze(2), key[0].unsqueeze(1))
+    state.copy_(current)
+    return (current @ query[0].unsqueeze(2)).squeeze(2).unsqueeze(0)
 
 
 def _scan_chunks(

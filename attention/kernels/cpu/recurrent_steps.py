@@ -1,4 +1,4 @@
-"""Causal convolutions, and delta rules and selective scans of one token, on the CPU."""
+"""Causal convolutions, delta rules and selective scans on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attention.kernels.cpu.native import load_kernels
 if TYPE_CHECKING:
     from attention.kernels.arguments import GatedNorm, Segments
 
-__all__ = ["causal_conv", "delta_step", "scan_step"]
+__all__ = ["causal_conv", "delta_rule", "selective_scan"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 _MAX_WIDTH, _MAX_KEY_SIZE = 4, 512
@@ -22,8 +22,8 @@ _MAX_WIDTH, _MAX_KEY_SIZE = 4, 512
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Step(ctypes.Structure):
-    """The arguments of a step, as recurrent_steps_body.h declares them."""
+class _Rule(ctypes.Structure):
+    """The arguments of a rule, as recurrent_steps_body.h declares them."""
 
     _fields_ = (
         *((name, _ADDRESS) for name in ("query", "key", "value", "z")),
@@ -74,7 +74,7 @@ def causal_conv(
     return out
 
 
-def delta_step(
+def delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -85,15 +85,15 @@ def delta_step(
     segments: Segments,
     out: torch.Tensor,
 ) -> bool:
-    """Write the results of tokens that are alone in their chunks; return whether it is supported.
+    """Write the results of all segments; return whether the kernel supports it.
 
     Arguments are as in `recurrent.delta_rule`; `out` is `[num_tokens, num_heads, value_size]`, of
     the dtype of the values, and becomes the gated norm if there is a norm.
     """
-    return _step(query, key, value, log_decay, beta, None, norm, states, segments, out)
+    return _rule(query, key, value, log_decay, beta, None, norm, states, segments, out)
 
 
-def scan_step(
+def selective_scan(
     c: torch.Tensor,
     b: torch.Tensor,
     x: torch.Tensor,
@@ -104,15 +104,15 @@ def scan_step(
     segments: Segments,
     out: torch.Tensor,
 ) -> bool:
-    """Write the results of a selective scan, as `delta_step` does.
+    """Write the results of a selective scan, as `delta_rule` does.
 
     `log_decay` and `sizes` are `[num_tokens, num_heads]` float32; others as in
     `recurrent.selective_scan`.
     """
-    return _step(c, b, x, log_decay, sizes, d, None, states, segments, out)
+    return _rule(c, b, x, log_decay, sizes, d, None, states, segments, out)
 
 
-def _step(
+def _rule(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -126,7 +126,7 @@ def _step(
 ) -> bool:
     num_heads, value_size, key_size = states.shape[1:]
     suffix = _SUFFIXES.get(states.dtype)
-    kernel = _kernel(f"step_{suffix}_states", value.dtype)
+    kernel = _kernel(f"rule_{suffix}_states", value.dtype)
     if kernel is None or suffix is None or key_size > _MAX_KEY_SIZE:
         return False
     parts = ((query, key_size), (key, key_size), (value, value_size))
@@ -138,7 +138,7 @@ def _step(
     weight = None if norm is None else norm.weight.float()
     z = None if norm is None else norm.z
     assert z is None or z.stride()[1:] == (value_size, 1)
-    step = _Step(
+    rule = _Rule(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
@@ -164,7 +164,7 @@ def _step(
         scale=key_size**-0.5,
         eps=0.0 if norm is None else norm.eps,
     )
-    kernel(ctypes.byref(step))
+    kernel(ctypes.byref(rule))
     return True
 
 

@@ -107,10 +107,93 @@ typedef struct {
     float scale, eps;
 } NAME(Rule);
 
-/* The last token of a segment if it is alone in its chunk, or -1. */
-INLINE int64_t NAME(lone_token)(const NAME(Rule) *step, int64_t segment) {
-    const int64_t first = step->query_starts[segment], end = step->query_starts[segment + 1];
-    return step->rows[segment] >= 0 && (end - first) % CHUNK == 1 ? end - 1 : -1;
+/*
+ * Loads a chunk of `count` tokens: queries, keys, the keys by column, the logarithms of the decay
+ * since the start of the chunk, and the right sides of the system of a delta rule: beta v, and -beta
+ * times the decay times k. The changes of a scan are beta v.
+ */
+static void NAME(load_chunk)(
+    const NAME(Rule) *rule, int64_t token, int64_t head, int64_t count, Scratch *to) {
+    const int64_t size = rule->key_size, value_size = rule->value_size, keys = to->keys;
+    const int64_t group = head / (rule->num_heads / rule->num_key_heads) * size;
+    const int is_delta = !rule->skip;
+    memset(to->query, 0, sizeof(float) * (to->out - to->query));
+    float decay = 0.0f;
+    for (int64_t i = 0; i < CHUNK; i++) {
+        if (i >= count) {
+            to->decay[i] = decay;
+            continue;
+        }
+        float *query = to->query + i * keys, *key = to->key + i * keys;
+        float *change = to->changes + i * (keys + to->values);
+        const ELEMENT *value = rule->value + (token + i) * rule->value_stride + head * value_size;
+        NAME(copy_unit)(
+            rule->query + (token + i) * rule->query_stride + group, query, size, rule->scale,
+            is_delta);
+        NAME(copy_unit)(
+            rule->key + (token + i) * rule->key_stride + group, key, size, 1.0f, is_delta);
+        const int64_t place = (token + i) * rule->num_heads + head;
+        to->decay[i] = decay += rule->log_decay[place];
+        const float beta = to->beta[i] = rule->beta[place], factor = -beta * expf(decay);
+        for (int64_t j = 0; j < value_size; j++) change[j] = beta * NAME(one)(value + j);
+        for (int64_t j = 0; j < size; j++) {
+            to->key_columns[j * CHUNK + i] = key[j];
+            if (is_delta) change[to->values + j] = factor * key[j];
+        }
+    }
+}
+
+/* Computes the changes and results of a chunk, and the state behind it. */
+static void NAME(pass_chunk)(const NAME(Rule) *rule, int64_t count, Scratch *at) {
+    const int64_t keys = at->keys, values = at->values, width = keys + values;
+    const int64_t height = ROUNDED(count, ROWS);
+    memset(at->seen, 0, sizeof at->seen);
+    add_matrix(
+        at->seen[0], CHUNK, at->query, keys, 1, at->key_columns, CHUNK, height, CHUNK, keys);
+    decay_pairs(at->seen, at->decay, at->ones, count, 1);
+    if (!rule->skip) {
+        memset(at->system, 0, sizeof at->system);
+        add_matrix(
+            at->system[0], CHUNK, at->key, keys, 1, at->key_columns, CHUNK, height, CHUNK, keys);
+        decay_pairs(at->system, at->decay, at->beta, count, 0);
+        solve_rows(at->changes, width, at->system, count);
+        add_matrix(
+            at->changes, width, at->changes + values, width, 1, at->state, values, height, values,
+            keys);
+    }
+    const float last = at->decay[CHUNK - 1];
+    for (int64_t i = 0; i < count; i++) {
+        const float before = expf(at->decay[i]), after = expf(last - at->decay[i]);
+        for (int64_t j = 0; j < keys; j++) {
+            at->query[i * keys + j] *= before;
+            at->key[i * keys + j] *= after;
+        }
+    }
+    memset(at->out, 0, sizeof(float) * CHUNK * values);
+    add_matrix(at->out, values, at->query, keys, 1, at->state, values, height, values, keys);
+    add_matrix(
+        at->out, values, at->seen[0], CHUNK, 1, at->changes, width, height, values, count);
+    const float decay = expf(last);
+    for (int64_t i = 0; i < keys * values; i++) at->state[i] *= decay;
+    add_matrix(at->state, values, at->key, 1, keys, at->changes, width, keys, values, count);
+}
+
+/* Writes the results of a chunk. */
+static void NAME(store_chunk)(
+    const NAME(Rule) *rule, int64_t token, int64_t head, int64_t count, const Scratch *from) {
+    const int64_t size = rule->value_size;
+    for (int64_t i = 0; i < count; i++) {
+        const float *row = from->out + i * from->values;
+        const ELEMENT *value = rule->value + (token + i) * rule->value_stride + head * size;
+        ELEMENT *out = rule->out + ((token + i) * rule->num_heads + head) * size;
+        for (int64_t j = 0; j < size; j++)
+            NAME(store)(
+                out + j, rule->skip ? row[j] + rule->skip[head] * NAME(one)(value + j) : row[j]);
+        if (rule->z)
+            NAME(gate_head)(
+                out, rule->z + (token + i) * rule->z_stride + head * size, rule->weight, size,
+                rule->eps);
+    }
 }
 
 #define STATE float

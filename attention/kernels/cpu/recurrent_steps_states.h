@@ -1,25 +1,22 @@
-/* The steps of recurrent_steps.c for one type of elements and one of states. */
+/* The rules of recurrent_steps.c for one type of elements and one of states. */
 
-/* Updates the state of one head, `[value_size][key_size]`, and writes its result. */
-static void STATED(step_head)(const NAME(Rule) *step, int64_t segment, int64_t head) {
-    const int64_t token = NAME(lone_token)(step, segment);
-    if (token < 0) return;
-    const int64_t size = step->key_size, value_size = step->value_size;
-    const int64_t group = head / (step->num_heads / step->num_key_heads) * size;
+/* Writes the result of a token and head, and updates its state, `[value_size][key_size]`. */
+static void STATED(pass_token)(
+    const NAME(Rule) *rule, int64_t token, int64_t head, STATE *state) {
+    const int64_t size = rule->key_size, value_size = rule->value_size;
+    const int64_t group = head / (rule->num_heads / rule->num_key_heads) * size;
     float query[KEYS], key[KEYS], row[KEYS];
-    const int is_delta = !step->skip;
+    const int is_delta = !rule->skip;
     NAME(copy_unit)(
-        step->query + token * step->query_stride + group, query, size, step->scale, is_delta);
-    NAME(copy_unit)(step->key + token * step->key_stride + group, key, size, 1.0f, is_delta);
+        rule->query + token * rule->query_stride + group, query, size, rule->scale, is_delta);
+    NAME(copy_unit)(rule->key + token * rule->key_stride + group, key, size, 1.0f, is_delta);
     float product = 0.0f;
     for (int64_t i = 0; i < size; i++) product += query[i] * key[i];
-    const int64_t place = token * step->num_heads + head;
-    const float decay = expf(step->log_decay[place]), beta = step->beta[place];
-    const float skip = is_delta ? 0.0f : step->skip[head];
-    const ELEMENT *value = step->value + token * step->value_stride + head * value_size;
-    ELEMENT *out = step->out + place * value_size;
-    STATE *state = (STATE *)step->states + step->rows[segment] * step->row_stride +
-                   head * value_size * size;
+    const int64_t place = token * rule->num_heads + head;
+    const float decay = expf(rule->log_decay[place]), beta = rule->beta[place];
+    const float skip = is_delta ? 0.0f : rule->skip[head];
+    const ELEMENT *value = rule->value + token * rule->value_stride + head * value_size;
+    ELEMENT *out = rule->out + place * value_size;
     for (int64_t v = 0; v < value_size; v++, state += size) {
         float kept = 0.0f, seen = 0.0f;
         for (int64_t i = 0; i < size; i++) {
@@ -33,16 +30,56 @@ static void STATED(step_head)(const NAME(Rule) *step, int64_t segment, int64_t h
         seen += change * product;
         NAME(store)(out + v, is_delta ? seen : seen + skip * input);
     }
-    if (step->z)
+    if (rule->z)
         NAME(gate_head)(
-            out, step->z + token * step->z_stride + head * value_size, step->weight, value_size,
-            step->eps);
+            out, rule->z + token * rule->z_stride + head * value_size, rule->weight, value_size,
+            rule->eps);
 }
 
-/* Called by _step in recurrent_steps.py. */
-void STATED(step)(const NAME(Rule) *step) {
-    const int64_t num_items = step->num_segments * step->num_heads;
-#pragma omp parallel for schedule(dynamic) if (num_items * step->key_size * step->value_size > MANY)
-    for (int64_t item = 0; item < num_items; item++)
-        STATED(step_head)(step, item / step->num_heads, item % step->num_heads);
+/* Writes the results of the tokens from `first` to `end` of one head, and updates its state. */
+static void STATED(pass_chunks)(
+    const NAME(Rule) *rule, int64_t first, int64_t end, int64_t head, STATE *state, Scratch *with) {
+    const int64_t size = rule->key_size, value_size = rule->value_size, values = with->values;
+    for (int64_t v = 0; v < value_size; v++)
+        for (int64_t i = 0; i < size; i++)
+            with->state[i * values + v] = ONE_STATE(state + v * size + i);
+    for (int64_t token = first; token < end; token += CHUNK) {
+        const int64_t count = end - token < CHUNK ? end - token : CHUNK;
+        NAME(load_chunk)(rule, token, head, count, with);
+        NAME(pass_chunk)(rule, count, with);
+        NAME(store_chunk)(rule, token, head, count, with);
+        /* As where a segment ends, so that results do not depend on the ends. */
+        for (int64_t v = 0; v < value_size; v++)
+            for (int64_t i = 0; i < size; i++) {
+                STATE *one = state + v * size + i;
+                STORE_STATE(one, with->state[i * values + v]);
+                with->state[i * values + v] = ONE_STATE(one);
+            }
+    }
+}
+
+/* Called by _rule in recurrent_steps.py. */
+void STATED(rule)(const NAME(Rule) *rule) {
+    const int64_t num_items = rule->num_segments * rule->num_heads;
+    const int64_t state_size = rule->key_size * rule->value_size;
+#pragma omp parallel if (num_items * state_size > MANY)
+    {
+        Scratch *scratch = 0;
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < num_items; item++) {
+            const int64_t segment = item / rule->num_heads, head = item % rule->num_heads;
+            const int64_t first = rule->query_starts[segment];
+            const int64_t end = rule->query_starts[segment + 1];
+            if (rule->rows[segment] < 0 || first >= end) continue;
+            STATE *state = (STATE *)rule->states + rule->rows[segment] * rule->row_stride +
+                           head * state_size;
+            const int64_t is_last_alone = (end - first) % CHUNK == 1;
+            if (end - is_last_alone > first) {
+                if (!scratch) scratch = make_scratch(rule->key_size, rule->value_size);
+                STATED(pass_chunks)(rule, first, end - is_last_alone, head, state, scratch);
+            }
+            if (is_last_alone) STATED(pass_token)(rule, end - 1, head, state);
+        }
+        free(scratch);
+    }
 }

@@ -80,7 +80,7 @@ def test_a_convolution_in_bfloat16_is_rounded_once(has_bias: bool) -> None:
 @pytest.mark.parametrize(("query_lens", "rows"), STEPS)
 @pytest.mark.parametrize(
     ("num_key_heads", "num_value_heads", "key_size", "value_size"),
-    [(2, 4, 16, 16), (1, 3, 8, 20), (2, 2, 24, 12)],
+    [(2, 4, 16, 16), (1, 3, 8, 20), (2, 2, 24, 12), (1, 1, 72, 80)],
 )
 def test_delta_rules_are_exact(
     query_lens: list[int],
