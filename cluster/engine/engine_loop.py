@@ -240,6 +240,7 @@ class EngineLoop:
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 block_bytes=self._executor.cache_size.block_bytes,
+                num_groups=len(self._executor.cache_size.groups),
                 state_blocks=self._executor.cache_size.state_blocks,
                 kernels=self._executor.kernels,
                 replacements=dict(self._replacements),

@@ -93,6 +93,8 @@ class EngineStats:
     block_bytes: int
     """Bytes of one KV block on all ranks together."""
     kernels: KernelReport
+    num_groups: int = 1
+    """Groups of layers, each of which has a block of the tokens of a block."""
     state_blocks: int = 0
     """Blocks of the recurrent state of a sequence; 0 if the model has none."""
     replacements: dict[str, int] = field(default_factory=dict)

@@ -31,11 +31,14 @@ class ReplicaLoad:
     """The fraction of device blocks in use, 0 to 1."""
 
     @classmethod
-    def from_loads(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
-        """Return the load of a replica with these statistics."""
+    def from_loads(cls, loads: ServerLoads, tokens_per_block: float) -> ReplicaLoad:
+        """Return the load of a replica with these statistics.
+
+        `tokens_per_block` is the block size, divided by the number of groups of layers.
+        """
         num_taken = loads.num_blocks - loads.num_free_blocks
         return cls(
-            tokens_in_flight=num_taken * block_size + loads.num_queued_tokens,
+            tokens_in_flight=num_taken * tokens_per_block + loads.num_queued_tokens,
             kv_use=num_taken / loads.num_blocks if loads.num_blocks else 0.0,
         )
 

@@ -162,15 +162,20 @@ class ReplicaEngine:
 
     def current_load(self) -> ReplicaLoad:
         """Return the load by which the deployment scales."""
-        return ReplicaLoad.from_loads(self.servicer.loads(ANONYMOUS), self.config.cache.block_size)
+        return ReplicaLoad.from_loads(self.servicer.loads(ANONYMOUS), self._tokens_per_block)
 
     def routing_stats(self) -> dict[str, float]:
         """Return the load by which routers choose among replicas, and when it was measured."""
-        num_slots = self.servicer.loads(ANONYMOUS).num_blocks * self.config.cache.block_size
+        num_slots = self.servicer.loads(ANONYMOUS).num_blocks * self._tokens_per_block
         return {
             "load": self.current_load().tokens_in_flight / max(num_slots, 1),
             "reported_s": time.monotonic(),
         }
+
+    @property
+    def _tokens_per_block(self) -> float:
+        num_groups = 1 if self._engine is None else self._engine.stats().num_groups
+        return self.config.cache.block_size / num_groups
 
     async def close(self) -> None:
         """Abort running requests and close the engine. Closing twice is harmless."""

@@ -211,6 +211,13 @@ def test_waiting_prompts_count_though_no_block_is_taken() -> None:
     assert wanted([queued], 1) == 4
 
 
+def test_blocks_of_a_group_of_layers_hold_a_part_of_their_tokens() -> None:
+    loads = SimpleNamespace(num_blocks=90, num_free_blocks=60, num_queued_tokens=5)
+    load = ReplicaLoad.from_loads(loads, 16 / 3)  # type: ignore[arg-type]  # what it reads
+    assert load.tokens_in_flight == pytest.approx(30 / 3 * 16 + 5)
+    assert load.kv_use == pytest.approx(1 / 3)
+
+
 def test_without_target_tokens_the_blocks_decide() -> None:
     load = ReplicaLoad(tokens_in_flight=1e9, kv_use=0.8)
     number = desired_replicas(
