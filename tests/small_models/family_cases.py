@@ -139,6 +139,21 @@ HYBRID_CASES = (
         },
     ),
     Case(
+        name="granite-hybrid",
+        family="GraniteMoeHybrid",
+        more=_LONG
+        | {
+            "layer_types": _DELTA_TYPES,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 12,
+            "mamba_d_state": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    Case(
         name="qwen3_5-text",
         family="Qwen3_5",
         more=_LONG

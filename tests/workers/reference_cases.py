@@ -9,6 +9,13 @@ DELTA = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 2,
 }
+SCAN = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+}
 EXPERT_CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe-renormalized": {
         "model_type": "qwen3_moe",
@@ -86,6 +93,33 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 28,
         "residual_multiplier": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid-experts": {
+        "model_type": "granitemoehybrid",
+        "heads": 6,
+        "kv_heads": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **SCAN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 28,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
+    "granitemoehybrid-dense-rope": {
+        "model_type": "granitemoehybrid",
+        "heads": 6,
+        "kv_heads": 2,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        **SCAN,
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": True,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 28,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 2.0,
         "tie_word_embeddings": True,
     },
     "granitemoe_swa-sinks": {

@@ -7,14 +7,15 @@ has the kernels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+from torch.nn import functional
 
 from attention.abstract import StateTensor
-from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
-from attention.kernels.recurrent import causal_conv, gated_delta_rule
+from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
+from attention.kernels.recurrent import causal_conv, gated_delta_rule, selective_scan
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
@@ -22,13 +23,14 @@ from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pagedray.model_config import ModelConfig, RecurrentConfig
+    from pagedray.model_config import ModelConfig, RecurrentConfig, RecurrentKind
     from workers.parallel.group import ParallelGroup
 
 __all__ = [
     "DeltaRuleLayer",
     "HasStates",
     "RecurrentLayer",
+    "ScanLayer",
     "ShortConvLayer",
     "StepStates",
     "layer_states",
@@ -72,7 +74,7 @@ def make_recurrent(
 ) -> RecurrentLayer:
     """Return the recurrent layer of a decoder layer."""
     assert config.recurrent is not None
-    kind = ShortConvLayer if config.recurrent.kind == "short_conv" else DeltaRuleLayer
+    kind = _KINDS[config.recurrent.kind]
     return kind(f"{prefix}.{config.names.recurrent}", config, layer_index, place)
 
 
@@ -202,6 +204,74 @@ class DeltaRuleLayer(RecurrentLayer):
         return self._projection, self._gates, self._conv, self._decay, self._norm, self.output
 
 
+class ScanLayer(RecurrentLayer):
+    """A selective scan, as in Mamba-2; the norm of its results comes after their gate.
+
+    T. Dao and A. Gu, "Transformers are SSMs", 2024. A rank has some heads, and the groups of heads
+    that share keys and queries, or the only group.
+    """
+
+    def __init__(
+        self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
+    ) -> None:
+        super().__init__(prefix, config, layer_index, place)
+        group, recurrent = place.group, self._config
+        size = recurrent.num_value_heads * recurrent.value_size
+        gate = Columns(
+            name=f"{prefix}.in_proj",
+            total=size + _num_channels(config, recurrent) + recurrent.num_value_heads,
+            part=part_of(size, group),
+        )
+        heads = part_of(recurrent.num_value_heads, group)
+        first_head = gate.total - recurrent.num_value_heads
+        inner = [
+            slice(size + part.start, size + part.stop)
+            for part in _conv_parts(config, recurrent, group)
+        ]
+        steps = slice(first_head + heads.start, first_head + heads.stop)
+        columns = [replace(gate, part=part) for part in (gate.part, *inner, steps)]
+        self._sizes = [part.size for part in columns]
+        self._projection = ColumnParallelLinear(
+            config.hidden_size, columns, place, has_bias=recurrent.has_bias
+        )
+        self._vectors = _HeadVectors(prefix, recurrent.num_value_heads, place, has_skip=True)
+        self._norm = _GroupNorm(
+            f"{prefix}.norm", size, recurrent.num_key_heads, config.norm_eps, place
+        )
+        self.output = RowParallelLinear(
+            f"{prefix}.out_proj", size, config.hidden_size, place, has_bias=recurrent.has_bias
+        )
+
+    def _mix(
+        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+    ) -> torch.Tensor:
+        config, sizes = self._config, self._sizes
+        z, inner, steps = self._projection(x).split((sizes[0], sum(sizes[1:4]), sizes[4]), dim=1)
+        conv_states, matrices = states
+        inner = self._conv(inner, conv_states, segments, "silu")
+        values, b, c = inner.split(sizes[1:4], dim=1)
+        vectors = self._vectors
+        out = selective_scan(
+            values.unflatten(1, (-1, config.value_size)),
+            b.unflatten(1, (-1, config.key_size)),
+            c.unflatten(1, (-1, config.key_size)),
+            ScanGates(dt=steps, a_log=vectors.a_log, dt_bias=vectors.dt_bias, d=vectors.skip),
+            matrices,
+            segments,
+        )
+        return self._norm(out.flatten(1), z)
+
+    def sublayers(self) -> tuple[Layer, ...]:
+        return self._projection, self._conv, self._vectors, self._norm, self.output
+
+
+_KINDS: dict[RecurrentKind, type[RecurrentLayer]] = {
+    "short_conv": ShortConvLayer,
+    "delta_rule": DeltaRuleLayer,
+    "mamba2": ScanLayer,
+}
+
+
 class _Convolution(Layer):
     """The causal depthwise convolution of a rank's channels."""
 
@@ -255,17 +325,24 @@ class _Convolution(Layer):
 
 
 class _HeadVectors(Layer):
-    """The decay and the bias of the time step of each head."""
+    """The decay and the bias of the step size of each head, and the factor of its inputs."""
 
-    def __init__(self, prefix: str, num_heads: int, place: Placement) -> None:
+    def __init__(
+        self, prefix: str, num_heads: int, place: Placement, *, has_skip: bool = False
+    ) -> None:
         self._prefix = prefix
         self._num_heads = num_heads
         self._part = part_of(num_heads, place.group)
         size = self._part.stop - self._part.start
         self.a_log, self.dt_bias = torch.empty(2, size, device=place.device)
+        self.skip = torch.empty(size if has_skip else 0, device=place.device)
+        """Only selective scans add their inputs to the results."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
+        targets = {"A_log": self.a_log, "dt_bias": self.dt_bias}
+        if len(self.skip):
+            targets["D"] = self.skip
+        for name, target in targets.items():
             yield WeightShard(
                 name=f"{self._prefix}.{name}",
                 shape=(self._num_heads,),
@@ -275,7 +352,7 @@ class _HeadVectors(Layer):
             )
 
     def weight_work(self) -> WeightWork:
-        return WeightWork(num_bytes=self.a_log.nbytes + self.dt_bias.nbytes)
+        return WeightWork(num_bytes=self.a_log.nbytes + self.dt_bias.nbytes + self.skip.nbytes)
 
 
 class _HeadNorm(Layer):
@@ -299,6 +376,42 @@ class _HeadNorm(Layer):
         return WeightWork(num_bytes=self.weight.nbytes)
 
 
+class _GroupNorm(Layer):
+    """RMSNorm of gated results over groups of heads; ranks sum over a group that they share."""
+
+    def __init__(self, name: str, size: int, num_groups: int, eps: float, place: Placement) -> None:
+        self._name = name
+        self._size = size
+        self._part = part_of(size, place.group)
+        self._eps = eps
+        self._group_size = size // num_groups
+        self._sums_over = place.group if num_groups < place.group.size else None
+        self._weight = torch.empty(size // place.group.size, dtype=place.dtype, device=place.device)
+
+    def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Return `norm(x * silu(z))`; all are `[num_tokens, columns of this rank]`."""
+        gated = x.float() * functional.silu(z.float())
+        groups = gated.unflatten(1, (-1, min(self._group_size, gated.shape[1])))
+        squares = groups.square().sum(2, keepdim=True)
+        if self._sums_over is not None:
+            squares = self._sums_over.all_reduce(squares)
+        scales = torch.rsqrt(squares / self._group_size + self._eps)
+        normed: torch.Tensor = (groups * scales).flatten(1).to(x.dtype)
+        return normed.mul_(self._weight)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
+            name=f"{self._name}.weight",
+            shape=(self._size,),
+            part=(self._part,),
+            target=self._weight,
+            dummy=1.0,
+        )
+
+    def weight_work(self) -> WeightWork:
+        return WeightWork(num_bytes=self._weight.nbytes)
+
+
 def _num_channels(config: ModelConfig, recurrent: RecurrentConfig) -> int:
     if recurrent.kind == "short_conv":
         return config.hidden_size
@@ -309,10 +422,18 @@ def _num_channels(config: ModelConfig, recurrent: RecurrentConfig) -> int:
 def _conv_parts(
     config: ModelConfig, recurrent: RecurrentConfig, group: ParallelGroup
 ) -> tuple[slice, ...]:
-    """Return this rank's channels of the convolution: queries, keys and values."""
+    """Return this rank's channels of the convolution: queries, keys and values.
+
+    Those of a selective scan are its inputs, then B and C, of which ranks may share the only group.
+    """
     if recurrent.kind == "short_conv":
         return (part_of(config.hidden_size, group),)
     keys = recurrent.num_key_heads * recurrent.key_size
+    if recurrent.kind == "mamba2":
+        size = recurrent.num_value_heads * recurrent.value_size
+        shared = slice(0, keys) if recurrent.num_key_heads < group.size else part_of(keys, group)
+        b, c = (slice(first + shared.start, first + shared.stop) for first in (size, size + keys))
+        return part_of(size, group), b, c
     sizes = keys, keys, recurrent.num_value_heads * recurrent.value_size
     return _parts_of(sizes, group)
 

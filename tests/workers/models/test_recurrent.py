@@ -102,12 +102,38 @@ def qwen3_next_fields(rng: random.Random) -> Fields:
     }
 
 
+def granite_fields(rng: random.Random) -> Fields:
+    num_groups = rng.choice([1, 2])
+    num_experts = rng.choice([0, 4])
+    return {
+        "layer_types": layer_types(rng, "linear_attention"),
+        "mamba_n_heads": 4 * num_groups,
+        "mamba_d_head": 24 // num_groups,
+        "mamba_n_groups": num_groups,
+        "mamba_d_state": rng.choice([8, 16]),
+        "mamba_d_conv": rng.choice([2, 4]),
+        "mamba_conv_bias": rng.random() < 0.5,
+        "mamba_proj_bias": rng.random() < 0.5,
+        "mamba_chunk_size": rng.choice([8, 64]),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": rng.choice([None, "rope"]),
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.5,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
 FIELDS: dict[str, Callable[[random.Random], Fields]] = {
     "lfm2": lfm2_dense_fields,
     "lfm2_moe": lfm2_moe_fields,
     "qwen3_5_text": delta_fields,
     "qwen3_5_moe_text": delta_moe_fields,
     "qwen3_next": qwen3_next_fields,
+    "granitemoehybrid": granite_fields,
 }
 
 
@@ -124,7 +150,7 @@ def save_random(model_type: str, fields: Fields, folder: Path, seed: int) -> Non
         "bos_token_id": 1,
         "eos_token_id": 2,
     } | fields
-    if "moe" not in model_type or model_type == "lfm2_moe":
+    if model_type != "qwen3_5_moe_text":
         fields["intermediate_size"] = 72
     fields["num_hidden_layers"] = len(types)
     torch.manual_seed(seed)

@@ -19,6 +19,7 @@ __all__ = [
     "MAX_HEAD_SIZE",
     "MAX_LAYERS",
     "MAX_POSITIONS",
+    "MAX_RECURRENT_WIDTH",
     "MAX_SIZE",
     "MAX_THETA",
     "MAX_VOCAB",
@@ -54,6 +55,8 @@ MAX_SIZE = 2**20
 """Columns of a weight."""
 MAX_VOCAB = 2**24
 MAX_LAYERS = 1024
+MAX_RECURRENT_WIDTH = 4
+"""Tokens that the convolution of a recurrent layer reads."""
 MAX_HEADS = 2**14
 MAX_HEAD_SIZE = 1024
 MAX_POSITIONS = 2**26
@@ -215,23 +218,27 @@ def has_window_by_layer(file: ConfigFile, num_layers: int) -> list[bool]:
 
 
 def recurrent_layers(
-    file: ConfigFile, num_layers: int, kind: str, *, by_default: Sequence[bool]
+    file: ConfigFile,
+    num_layers: int,
+    *kinds: str,
+    by_default: Sequence[bool],
+    attention: Sequence[str] = ("full_attention",),
 ) -> tuple[int, ...]:
-    """Return the layers of this kind in `layer_types`, all others of which have full attention.
+    """Return the layers of these kinds in `layer_types`, in which all others have attention.
 
-    `by_default` says whether each layer is of the kind if `layer_types` is missing.
+    `by_default` says whether each layer is of such a kind if `layer_types` is missing.
     """
-    kinds = file.words("layer_types")
-    if kinds and len(kinds) != num_layers:
-        raise file.rejection("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
-    for layer, given in enumerate(kinds):
-        if given not in (kind, "full_attention"):
+    given = file.words("layer_types")
+    if given and len(given) != num_layers:
+        raise file.rejection("layer_types", f"must have {num_layers} entries, not {len(given)}")
+    for layer, kind in enumerate(given):
+        if kind not in (*kinds, *attention):
             raise file.rejection(
                 "layer_types",
-                f"has {given[:40]!r} for layer {layer}, which is not supported; use {kind} or "
-                "full_attention",
+                f"has {kind[:40]!r} for layer {layer}, which is not supported; use "
+                f"{' or '.join((*kinds, *attention))}",
             )
-    are_recurrent = [given == kind for given in kinds] or by_default
+    are_recurrent = [kind in kinds for kind in given] or by_default
     return tuple(layer for layer, is_recurrent in enumerate(are_recurrent) if is_recurrent)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import ModelConfig, TensorNames
+from pagedray.model_config import ModelConfig, RecurrentConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_FACTOR,
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_RECURRENT_WIDTH,
     MAX_SIZE,
     MAX_THETA,
     Family,
     base_config,
     experts_of,
+    recurrent_layers,
     windows_by_layer_type,
 )
 from workers.models.config_json.rope_section import with_rope
@@ -20,7 +25,14 @@ from workers.models.config_json.rope_section import with_rope
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["GRANITE", "GRANITE_MOE", "GRANITE_MOE_SHARED", "GRANITE_MOE_SWA", "granite_config"]
+__all__ = [
+    "GRANITE",
+    "GRANITE_HYBRID",
+    "GRANITE_MOE",
+    "GRANITE_MOE_SHARED",
+    "GRANITE_MOE_SWA",
+    "granite_config",
+]
 
 _NAMES_GRANITE_MOE = TensorNames(
     router="block_sparse_moe.router.layer",
@@ -34,6 +46,16 @@ _STACKED_NAMES_GRANITE_MOE = replace(
     router="block_sparse_moe.router",
     expert_input=("block_sparse_moe.experts.gate_up_proj",),
     expert_output="block_sparse_moe.experts.down_proj",
+)
+
+
+_STACKED_HYBRID = replace(_STACKED_NAMES_GRANITE_MOE, recurrent="mamba")
+# As transformers 4 and 5 write the second number.
+_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+_NAMES_DENSE_HYBRID = TensorNames(
+    recurrent="mamba",
+    mlp_input=("shared_mlp.input_linear",),
+    mlp_output="shared_mlp.output_linear",
 )
 
 
@@ -150,4 +172,75 @@ GRANITE_MOE_SWA = Family(
     architecture="GraniteMoeSWAForCausalLM",
     model_types=("granitemoe_swa",),
     read=_read_swa_granite_moe,
+)
+
+
+def _read_hybrid_granite(file: ConfigFile) -> ModelConfig:
+    """Granite 4 h: Mamba-2 on most layers, a shared MLP, and experts on all layers or on none."""
+    shared_size = file.integer("shared_intermediate_size", 1024, most=MAX_SIZE)
+    has_rope = "position_embedding_type" in file
+    if has_rope:
+        has_rope = file.choice("position_embedding_type", ("rope", "nope")) == "rope"
+    if file.integer("num_local_experts", 8, least=0, most=MAX_SIZE):
+        config = _read_granite_moe(file, GRANITE_HYBRID.architecture, shared_size)
+        config = replace(
+            config, names=replace(config.names, recurrent="mamba"), stacked_names=_STACKED_HYBRID
+        )
+    else:
+        file.note_read("num_experts_per_tok")
+        config = granite_config(file, GRANITE_HYBRID.architecture)
+        config = replace(config, names=_NAMES_DENSE_HYBRID, intermediate_size=shared_size)
+    return replace(
+        config,
+        rope=config.rope if has_rope else None,
+        recurrent=_recurrent_granite(file, config),
+    )
+
+
+def _recurrent_granite(file: ConfigFile, config: ModelConfig) -> RecurrentConfig | None:
+    layers = recurrent_layers(
+        file,
+        config.num_layers,
+        "mamba",
+        "linear_attention",
+        by_default=[True] * config.num_layers,
+        attention=("attention", "full_attention"),
+    )
+    if file.value("time_step_limit") not in _NO_LIMITS:
+        raise file.rejection("time_step_limit", "must be [0.0, Infinity]")
+    # How many tokens transformers computes at once.
+    file.note_read("mamba_chunk_size")
+    size = file.integer("mamba_expand", 2, most=MAX_SIZE) * config.hidden_size
+    num_heads = file.integer("mamba_n_heads", 128, most=MAX_HEADS)
+    if file.value("mamba_d_head") in (None, "auto"):
+        head_size = size // num_heads
+    else:
+        head_size = file.integer("mamba_d_head", most=MAX_HEAD_SIZE)
+    if num_heads * head_size != size:
+        raise file.rejection(
+            "mamba_n_heads", f"times the size of a head must be {size}, not {num_heads * head_size}"
+        )
+    num_groups = file.integer("mamba_n_groups", 1, most=MAX_HEADS)
+    if num_heads % num_groups:
+        raise file.rejection(
+            "mamba_n_groups", f"must be a divisor of mamba_n_heads {num_heads}, not {num_groups}"
+        )
+    recurrent = RecurrentConfig(
+        kind="mamba2",
+        layers=layers,
+        conv_width=file.integer("mamba_d_conv", 4, least=2, most=MAX_RECURRENT_WIDTH),
+        has_conv_bias=file.flag("mamba_conv_bias", True),
+        has_bias=file.flag("mamba_proj_bias", False),
+        num_key_heads=num_groups,
+        num_value_heads=num_heads,
+        key_size=file.integer("mamba_d_state", 256, most=MAX_HEAD_SIZE),
+        value_size=head_size,
+    )
+    return recurrent if layers else None
+
+
+GRANITE_HYBRID = Family(
+    architecture="GraniteMoeHybridForCausalLM",
+    model_types=("granitemoehybrid",),
+    read=_read_hybrid_granite,
 )

@@ -9,6 +9,7 @@ from pagedray.model_config import ModelConfig, RecurrentConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_FACTOR,
     MAX_LAYERS,
+    MAX_RECURRENT_WIDTH,
     MAX_SIZE,
     Family,
     base_config,
@@ -24,7 +25,6 @@ __all__ = ["LFM2", "LFM2_MOE"]
 
 _THETA = 1e6
 _SUM_EPS = 1e-6
-_MAX_WIDTH = 4
 _NAMES = TensorNames(
     final_norm="model.embedding_norm",
     attention_norm="operator_norm",
@@ -85,7 +85,7 @@ def _read_any(file: ConfigFile, architecture: str, names: TensorNames) -> ModelC
     recurrent = RecurrentConfig(
         kind="short_conv",
         layers=layers,
-        conv_width=file.integer("conv_L_cache", 3, least=2, most=_MAX_WIDTH),
+        conv_width=file.integer("conv_L_cache", 3, least=2, most=MAX_RECURRENT_WIDTH),
         has_conv_bias=has_bias,
         has_bias=has_bias,
     )

@@ -11,6 +11,7 @@ from workers.models.config_json.family import (
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_LAYERS,
+    MAX_RECURRENT_WIDTH,
     MAX_SIZE,
     STACKED_NAMES,
     Family,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_5_MOE_TEXT", "QWEN3_5_TEXT", "QWEN3_NEXT"]
 
-_MAX_WIDTH = 4
 _INTERVAL = 4
 _ROTARY_FACTOR = 0.25
 # The layers that predict several tokens.
@@ -100,7 +100,7 @@ def _recurrent(file: ConfigFile, num_layers: int) -> RecurrentConfig | None:
     recurrent = RecurrentConfig(
         kind="delta_rule",
         layers=layers,
-        conv_width=file.integer("linear_conv_kernel_dim", 4, least=2, most=_MAX_WIDTH),
+        conv_width=file.integer("linear_conv_kernel_dim", 4, least=2, most=MAX_RECURRENT_WIDTH),
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_size=file.integer("linear_key_head_dim", 128, most=MAX_HEAD_SIZE),

@@ -27,6 +27,7 @@ from workers.models.families.gemma4 import (
 from workers.models.families.gpt_oss import GPT_OSS
 from workers.models.families.granite import (
     GRANITE,
+    GRANITE_HYBRID,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
@@ -72,7 +73,7 @@ _ALL = (
     *(MIXTRAL, MPT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS),
     *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL, GEMMA4),
     *(GEMMA4_UNIFIED_TEXT, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, LFM2, LFM2_MOE, QWEN3_NEXT),
-    *(QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
+    *(GRANITE_HYBRID, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -85,7 +86,7 @@ _OBSTACLES = {
         *("DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "KimiK", "LongcatFlash", "MiniCPM3"),
     ),
     "recurrent layers": (
-        *("Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm3"),
+        *("Bamba", "FalconH1", "FalconMamba", "Jamba", "KimiLinear", "Lfm3"),
         *("Mamba", "NemotronH", "OlmoHybrid", "RecurrentGemma", "Rwkv"),
         "Zamba",
     ),
@@ -181,11 +182,17 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
 
 
 def _check_recurrent(model: ModelConfig, recurrent: RecurrentConfig, num_ranks: int) -> None:
-    what, size = "key heads of recurrent layers", recurrent.num_key_heads
+    sizes = {"key heads of recurrent layers": recurrent.num_key_heads}
     if recurrent.kind == "short_conv":
-        what, size = "channels of convolutions (hidden_size)", model.hidden_size
-    if size % num_ranks:
-        raise _not_divisible(what, size, num_ranks)
+        sizes = {"channels of convolutions (hidden_size)": model.hidden_size}
+    elif recurrent.kind == "mamba2":
+        sizes = {"heads of recurrent layers": recurrent.num_value_heads}
+        # Ranks share the only group.
+        if recurrent.num_key_heads > 1:
+            sizes["groups of heads of recurrent layers"] = recurrent.num_key_heads
+    for what, size in sizes.items():
+        if size % num_ranks:
+            raise _not_divisible(what, size, num_ranks)
 
 
 def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:

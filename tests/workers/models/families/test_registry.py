@@ -355,7 +355,6 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
         ("Phi4MMForCausalLM", "supported. nearest Phi3;"),
         ("CohereForCausalLM", "supported. nearest Cohere2;"),
         ("OlmoForCausalLM", "supported. nearest Olmo3;"),
-        ("GraniteMoeHybridForCausalLM", "has recurrent layers. nearest GraniteMoe;"),
         ("ModernBertModel", "supported. nearest Bert;"),
         ("DebertaV2ForSequenceClassification", "supported. nearest Bert;"),
         ("DeepseekV2ForCausalLM", "attention (MLA). Supported architectures include Llama"),
