@@ -259,12 +259,12 @@ class ScanGates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatedNorm:
-    """A norm of each head, multiplied by a gate: `rms_norm(x) * weight * silu(z)`."""
+    """A norm of each head, or group of channels, with a gate: `rms_norm(x) * weight * silu(z)`."""
 
     z: torch.Tensor
     """`[num_tokens, num_value_heads, head_size]`; tokens may be strided."""
     weight: torch.Tensor
-    """`[head_size]`, shared by all heads."""
+    """`[head_size]`, shared by all heads, or `[num_heads, head_size]`."""
     eps: float
 
 

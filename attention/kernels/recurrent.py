@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
 
-__all__ = ["causal_conv", "delta_rule", "gated_delta_rule", "selective_scan"]
+__all__ = ["causal_conv", "delta_rule", "gated_delta_rule", "gated_norm", "selective_scan"]
 
 _EPS = 1e-6
 """Added to the sum of squares of queries and keys."""
@@ -141,6 +141,23 @@ def selective_scan(
             results = _scan_step(*_spread(*(part[last] for part in parts)), state=state)
             out[last] = results.add_(x[last] * gates.d[:, None])
     return out
+
+
+def gated_norm(x: torch.Tensor, norm: GatedNorm, *, gates_first: bool) -> torch.Tensor:
+    """Return the norm of each head with its gate, `[num_tokens, num_heads, head_size]`.
+
+    With `gates_first`, the gates multiply the inputs of the norm in place of its results. `x` is
+    contiguous, and may become the result.
+    """
+    if x.is_cuda:
+        from attention.kernels.triton import delta_rule as triton_kernels
+
+        triton_kernels.gated_norm(x, norm, gates_first=gates_first)
+        return x
+    gates = functional.silu(norm.z.float())
+    values = x * gates if gates_first else x.float()
+    normed = functional.rms_norm(values, x.shape[2:], None, norm.eps) * norm.weight
+    return (normed if gates_first else normed * gates).to(x.dtype)
 
 
 def _delta_rule(

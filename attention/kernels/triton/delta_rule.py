@@ -27,13 +27,13 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.arguments import GatedNorm, Segments
 
-__all__ = ["delta_rule", "launch_step"]
+__all__ = ["delta_rule", "gated_norm", "launch_step"]
 
 _CHUNK = tl.constexpr(CHUNK_SIZE)
 _STEP_VALUES = 16
 """Rows of a state in a program of one warp."""
-_NORM_HEADS = 8
-"""Heads that a program norms."""
+_NORM_ELEMENTS = 1024
+"""Elements that a program norms, unless a head has more."""
 
 
 @triton.jit
@@ -131,14 +131,16 @@ def _gated_norm(
     eps: tl.tensor,
     num_heads: tl.constexpr,
     size: tl.constexpr,
+    weight_stride: tl.constexpr,
+    gates_first: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_heads: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Norm some heads of one token in place, with their gates.
 
-    Launched by `delta_rule`; grid `(num_tokens, tiles of heads)`. Pointers: x, z `[num_tokens,
-    num_heads, size]`, weight `[size]`.
+    Launched by `gated_norm`; grid `(num_tokens, tiles of heads)`. Pointers: x, z `[num_tokens,
+    num_heads, size]`, weight `[size]` of each head, or of all if the stride is 0.
     """
     wait_for_inputs(is_dependent)
     token = tl.program_id(0).to(tl.int64)
@@ -148,10 +150,15 @@ def _gated_norm(
     places = heads[:, None] * size + columns[None, :]
     x += token * (num_heads * size) + places
     gates = tl.load(z + token * z_stride + places, mask=mask, other=0.0).to(tl.float32)
-    weights = tl.load(weight + columns, mask=columns < size, other=0.0).to(tl.float32)
+    gates = gates / (1.0 + tl.exp(-gates))
+    weights = weight + heads[:, None] * weight_stride + columns[None, :]
+    weights = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
     values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    normed = values * tl.rsqrt(tl.sum(values * values, axis=1) / size + eps)[:, None]
-    normed *= weights[None, :] * (gates / (1.0 + tl.exp(-gates)))
+    if gates_first:
+        values *= gates
+    normed = values * tl.rsqrt(tl.sum(values * values, axis=1) / size + eps)[:, None] * weights
+    if not gates_first:
+        normed *= gates
     tl.store(x, normed.to(x.dtype.element_ty), mask=mask)
 
 
@@ -173,8 +180,7 @@ def delta_rule(
     Without a norm, the gates are the logarithms of the decay and the betas, and the result is that
     of `recurrent.delta_rule`; with a norm, that of `recurrent.gated_delta_rule`.
     """
-    num_tokens, num_heads, value_size = value.shape
-    key_size = key.shape[2]
+    value_size, key_size = value.shape[2], key.shape[2]
     for part, size in ((query, key_size), (key, key_size), (value, value_size)):
         assert part.stride()[1:] == (size, 1)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -195,18 +201,29 @@ def delta_rule(
         is_delta=True,
     )
     if norm is not None:
-        z, weight, eps = norm.z, norm.weight, norm.eps
-        _GATED_NORM.launch(
-            (num_tokens, triton.cdiv(num_heads, _NORM_HEADS), 1),
-            (out, z, weight),
-            (
-                *(z.stride(0), eps, num_heads, value_size, can_depend(out.device), _NORM_HEADS),
-                next_power_of_two(value_size),
-            ),
-            num_warps=4,
-            **launch_options(out.device),
-        )
+        gated_norm(out, norm, gates_first=False)
     return out
+
+
+def gated_norm(x: torch.Tensor, norm: GatedNorm, *, gates_first: bool) -> None:
+    """Norm each head in place, with its gate; `x` is contiguous `[num_tokens, num_heads, size]`."""
+    num_tokens, num_heads, size = x.shape
+    weight, z = norm.weight, norm.z
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert z.stride()[1:] == (size, 1)
+    tile = next_power_of_two(size)
+    tile_heads = max(1, _NORM_ELEMENTS // tile)
+    _GATED_NORM.launch(
+        (num_tokens, triton.cdiv(num_heads, tile_heads), 1),
+        (x, z, weight),
+        (
+            *(z.stride(0), norm.eps, num_heads, size, size if weight.ndim == 2 else 0),
+            *(gates_first, can_depend(x.device), tile_heads, tile),
+        ),
+        num_warps=4,
+        **launch_options(x.device),
+    )
 
 
 def launch_step(

@@ -18,6 +18,7 @@ from attention.kernels.recurrent import (
     causal_conv,
     delta_rule,
     gated_delta_rule,
+    gated_norm,
     selective_scan,
 )
 from tests.attention.kernels.kernel_device import DEVICE
@@ -227,3 +228,19 @@ def test_scans_of_bfloat16_with_bfloat16_states_are_near() -> None:
     out = case.run(selective_scan).double()
     assert (out - expected).norm() < 5e-3 * expected.norm()
     assert (case.states.double() - states)[:4].norm() < 5e-3 * states[:4].norm()
+
+
+@pytest.mark.parametrize("gates_first", [True, False])
+@pytest.mark.parametrize(("num_heads", "size"), [(3, 40), (1, 1100)])
+def test_each_group_is_normed_with_its_own_weight(
+    num_heads: int, size: int, gates_first: bool
+) -> None:
+    torch.manual_seed(0)
+    x, z, _ = torch.randn(3, 5, num_heads, size, device=DEVICE)
+    weight = torch.randn(num_heads, size, device=DEVICE)
+    gates = torch.nn.functional.silu(z.double())
+    values = x.double() * gates if gates_first else x.double()
+    expected = torch.nn.functional.rms_norm(values, (size,), None, 0.01) * weight
+    expected = expected if gates_first else expected * gates
+    x = gated_norm(x, GatedNorm(z=z, weight=weight, eps=0.01), gates_first=gates_first)
+    torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from attention.kernels import recurrent
 from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
 from attention.kernels.triton.causal_conv import causal_conv
-from attention.kernels.triton.delta_rule import delta_rule
+from attention.kernels.triton.delta_rule import delta_rule, gated_norm
 from attention.kernels.triton.selective_scan import selective_scan
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
@@ -189,3 +189,19 @@ def test_scans_that_are_cut_on_the_grid_give_equal_bits() -> None:
     parts = [cut.part(first, end, 2) for first, end in ((0, 64), (64, 192), (192, 193))]
     assert torch.equal(torch.cat([part.run(selective_scan) for part in parts]), expected)
     assert torch.equal(cut.states, whole.states)
+
+
+@pytest.mark.parametrize("gates_first", [True, False])
+@pytest.mark.parametrize(("num_heads", "size"), [(3, 40), (1, 1100)])
+def test_each_group_is_normed_with_its_own_weight(
+    num_heads: int, size: int, gates_first: bool
+) -> None:
+    torch.manual_seed(0)
+    x, z, _ = torch.randn(3, 5, num_heads, size, device=DEVICE)
+    weight = torch.randn(num_heads, size, device=DEVICE)
+    gates = torch.nn.functional.silu(z.double())
+    values = x.double() * gates if gates_first else x.double()
+    expected = torch.nn.functional.rms_norm(values, (size,), None, 0.01) * weight
+    expected = expected if gates_first else expected * gates
+    gated_norm(x, GatedNorm(z=z, weight=weight, eps=0.01), gates_first=gates_first)
+    torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-5)
