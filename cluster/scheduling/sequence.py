@@ -455,7 +455,15 @@ class DiskRead(NamedTuple):
 class SequenceStates:
     """The snapshots of a sequence that has device blocks."""
 
-    __slots__ = ("keeps_ends", "load_ids", "origin", "repeats_output", "replaced", "wanted")
+    __slots__ = (
+        "keeps_ends",
+        "load_ids",
+        "origin",
+        "prompt_keys",
+        "repeats_output",
+        "replaced",
+        "wanted",
+    )
 
     def __init__(self, load_ids: list[int]) -> None:
         self.load_ids = load_ids
@@ -468,6 +476,8 @@ class SequenceStates:
         """Whether its prompt continues the output of another sequence."""
         self.replaced: list[tuple[int, BlockKey]] = []
         """The blocks that the next snapshot of a decode replaces, with their keys."""
+        self.prompt_keys: list[BlockKey] = []
+        """The keys of the snapshot of the end of its prompt."""
         self.origin: list[BlockKey] = []
         """The keys of the snapshot of an earlier turn, from which it started."""
 

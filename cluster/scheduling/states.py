@@ -18,14 +18,16 @@ to compute is at `p`, and a live state from a snapshot when a sequence computes 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.scheduling.device_tier import BlockKey
 from cluster.scheduling.sequence import Sequence, SequenceStates
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
-    from cluster.scheduling.device_tier import BlockKey, DeviceTier
+    from cluster.scheduling.device_tier import DeviceTier
     from cluster.scheduling.prefix_cache import PrefixCache
 
 __all__ = ["Save", "StateCopier"]
@@ -34,8 +36,6 @@ _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""
 _GRIDS_PER_PROMPT = 128
 """The most distance of the snapshots of a prompt, in units of the grid."""
-
-
 _MOST_TURNS = 4096
 """Snapshots of turns that are remembered."""
 
@@ -51,6 +51,15 @@ class SnapshotKind(Enum):
     """The end of a turn that one other turn has continued."""
     SHARED = auto()
     """A position that several sequences have in common."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A snapshot of the end of a turn of a conversation."""
+
+    kind: SnapshotKind
+    other_keys: list[BlockKey] = field(default_factory=list)
+    """The keys of the snapshot of its other end, which is useless once this one is continued."""
 
 
 class Save(NamedTuple):
@@ -71,8 +80,8 @@ class StateCopier:
         "_first_live",
         "_grid",
         "_held",
-        "_kinds",
         "_prefixes",
+        "_turns",
         "num_blocks",
         "num_loaded",
         "num_saved",
@@ -97,8 +106,8 @@ class StateCopier:
         """Copies of the live states of preempted sequences to the CPU pool in that plan."""
         self.saves: list[Save] = []
         """Snapshots to make in that plan, once it has all its sequences."""
-        self._kinds = OrderedDict[bytes, SnapshotKind]()
-        """The kinds of recent snapshots, by the digests of their first parts; others are shared."""
+        self._turns = OrderedDict[bytes, Turn]()
+        """Recent ends of turns by the digests of their first parts; other snapshots are shared."""
         self._held: list[int] = []
         """Blocks that these copies read or write, which are released with the plan."""
         self.num_saved = self.num_loaded = 0
@@ -214,8 +223,7 @@ class StateCopier:
             self.num_skipped += 1
             return
         if save.kind is not SnapshotKind.SHARED:
-            self._demote_origin(states)
-            self._note_kind(keys[0], save.kind)
+            self._note_end(states, keys, save.kind)
         is_prompt = save.kind is SnapshotKind.PROMPT
         is_replaced = save.kind is SnapshotKind.DECODE or (is_prompt and states.repeats_output)
         blocks, live = device.pool.allocate_all(len(parts)), self._live_blocks(sequence)
@@ -257,12 +265,13 @@ class StateCopier:
         states = sequence.blocks.states
         assert states is not None
         keys = list(self._prefixes.state_keys(sequence, sequence.num_computed))
-        kind = self._kinds.pop(keys[0].digest, SnapshotKind.SHARED)
-        if kind in (SnapshotKind.SHARED, SnapshotKind.CONTINUED):
+        turn = self._turns.pop(keys[0].digest, None)
+        if turn is None or turn.kind is SnapshotKind.CONTINUED:
             return
-        self._note_kind(keys[0], SnapshotKind.CONTINUED)
+        self._remember(keys, SnapshotKind.CONTINUED)
+        self._evict_first(turn.other_keys)
         states.origin = keys
-        states.repeats_output = kind is SnapshotKind.DECODE
+        states.repeats_output = turn.kind is SnapshotKind.DECODE
         states.keeps_ends = states.repeats_output or continues_output
 
     def _forget_replaced(self, states: SequenceStates) -> None:
@@ -275,16 +284,32 @@ class StateCopier:
     def _demote_origin(self, states: SequenceStates) -> None:
         """Evict the snapshot of an earlier turn first, unless other sequences have reused it."""
         keys, states.origin = states.origin, []
-        if keys and self._kinds.pop(keys[0].digest, None) is SnapshotKind.CONTINUED:
-            for block in map(self._device.find_block, keys):
-                if block is not None:
-                    self._device.pool.age(block)
+        turn = self._turns.pop(keys[0].digest, None) if keys else None
+        if turn is not None and turn.kind is SnapshotKind.CONTINUED:
+            self._evict_first(keys)
 
-    def _note_kind(self, key: BlockKey, kind: SnapshotKind) -> None:
-        """Remember the kind of the snapshot with this first key."""
-        self._kinds[key.digest] = kind
-        if len(self._kinds) > _MOST_TURNS:
-            self._kinds.popitem(last=False)
+    def _evict_first(self, keys: list[BlockKey]) -> None:
+        for block in map(self._device.find_block, keys):
+            if block is not None:
+                self._device.pool.age(block)
+
+    def _note_end(self, states: SequenceStates, keys: list[BlockKey], kind: SnapshotKind) -> None:
+        """Note a snapshot of the end of a turn."""
+        self._demote_origin(states)
+        turn = self._remember(keys, kind)
+        if kind is SnapshotKind.PROMPT:
+            states.prompt_keys = keys
+        elif states.prompt_keys:
+            turn.other_keys = states.prompt_keys
+            prompt = self._turns.get(states.prompt_keys[0].digest)
+            if prompt is not None:
+                prompt.other_keys = keys
+
+    def _remember(self, keys: list[BlockKey], kind: SnapshotKind) -> Turn:
+        turn = self._turns[keys[0].digest] = Turn(kind)
+        if len(self._turns) > _MOST_TURNS:
+            self._turns.popitem(last=False)
+        return turn
 
     def _num_known(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence had cached blocks, with or without their state."""

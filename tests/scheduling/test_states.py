@@ -162,6 +162,21 @@ def test_a_snapshot_that_only_the_next_turn_needed_is_evicted_first() -> None:
     assert set(islice(kv.pool.idle_blocks, 3)) == snapshot
 
 
+@pytest.mark.parametrize("repeats_output", [True, False])
+def test_both_ends_of_a_turn_are_evicted_first_after_the_next(*, repeats_output: bool) -> None:
+    harness, prompt = make_harness(), tokens(1, 130)
+    run(harness, prompt, max_tokens=150)
+    output = output_of(harness, 0)
+    kv, keys = harness.scheduler._kv, harness.sequences[0].blocks.keys
+    ends = {
+        kv.device.find_block(state_key(keys[index], part)) for index in (7, 15) for part in range(3)
+    }
+    assert None not in ends
+    next_prompt = prompt + (output if repeats_output else []) + tokens(2, 200)
+    assert run(harness, next_prompt) == (256 if repeats_output else 128)
+    assert set(islice(kv.pool.idle_blocks, 6)) == ends
+
+
 def test_a_snapshot_that_two_continued_is_kept() -> None:
     harness, prompt = make_harness(), tokens(1, 300)
     run(harness, prompt)
