@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bench.scheduler.reused_tokens import ConversationLoad, part_reused
 from cluster.scheduling.device_tier import group_key, state_key
 from pagedray.errors import CapacityError
 from pagedray.request import FinishReason
@@ -392,3 +393,11 @@ def test_windows_and_states_find_the_longest_prefix_that_has_both() -> None:
     assert run(harness, shared + tokens(2, 200)) == 384
     assert run(harness, shared + tokens(3, 100)) == 0
     assert run(harness, shared + tokens(4, 100)) == 256
+
+
+def test_conversations_find_nearly_as_many_tokens_as_without_states() -> None:
+    load = ConversationLoad(num_conversations=20, num_system_prompts=4, duration_s=60.0)
+    dense, found = (
+        part_reused(load, num_blocks=40_000, state_blocks=state_blocks) for state_blocks in (0, 197)
+    )
+    assert found >= 0.97 * dense
