@@ -55,6 +55,7 @@ class Planner:
     ) -> None:
         """Without a pace, steps may take any time."""
         self._kv = kv
+        self._states = kv.states
         self._pace = pace
         self._table = sequence_table
         self._max_num_tokens = config.limits().max_num_batched_tokens
@@ -98,11 +99,11 @@ class Planner:
             self._plan_prompts(prefills, budget)
         if draft.prefilled:
             self._register(budget)
-        if self._kv.states is not None:
-            for save in self._kv.states.saves:
+        if self._states is not None:
+            for save in self._states.saves:
                 with Blame(save.sequence):
-                    self._kv.states.make_snapshot(save)
-            draft.copies += self._kv.states.end_draft()
+                    self._states.make_snapshot(save)
+            draft.copies += self._states.end_draft()
         draft.swap_outs = self._preemptor.swap_outs
         draft.evictions, draft.restores = self._kv.take_copies(step)
         if self._kv.disk is not None:
@@ -166,8 +167,8 @@ class Planner:
         if sequence.masks is None or not sequence.masks.num_deferred:
             last_position, num_slots = sequence.max_length - 1, sequence.blocks.num_slots
             sequence.unchecked_until = num_slots if num_slots < last_position else last_position
-        if self._kv.states is not None:
-            self._kv.states.begin_decode(sequence)
+        if self._states is not None:
+            self._states.begin_decode(sequence)
         return True
 
     def _plan_prompts(self, prefills: list[Sequence], budget: StepBudget) -> None:
@@ -273,8 +274,8 @@ class Planner:
         if self._pace is not None:
             # A sequence that has just started has at least a token.
             num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
-        if self._kv.states is not None:
-            num_tokens = self._kv.states.begin_chunk(sequence, num_tokens)
+        if self._states is not None:
+            num_tokens = self._states.begin_chunk(sequence, num_tokens)
         num_tokens = self._kv.reserve_chunk(sequence, num_tokens)
         if self._pace is not None:
             self._pace.add_tokens(num_tokens, first_position=first_position)

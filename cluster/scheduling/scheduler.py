@@ -252,7 +252,8 @@ class Scheduler:
         if len(self._in_flight) == self.max_plans_in_flight or self._recovery.needs_repair:
             return None
         draft = self._draft_plan()
-        self._deferred += [one for one in draft.deferred if one not in self._deferred]
+        if draft.deferred:
+            self._deferred += [one for one in draft.deferred if one not in self._deferred]
         if draft.is_empty:
             return None
         plan = draft.build_plan()
