@@ -20,6 +20,11 @@ cache. Tables are flattened entry by entry, `[num_entries, num_groups]`; uniform
 group. A sequence frees the blocks behind the window of a group without a message: their places are
 not read any more, and the blocks may go to another sequence in the same plan.
 
+The recurrent state of row `r` of a model with such states, its live state, is in the
+`CacheSize.state_blocks` (`n`) device blocks from `num_blocks + r * n` on, behind the blocks of the
+pool. The tokens of a row at position 0 begin with zeros. The row takes in each token once: no plan
+computes a token of it again.
+
 Reads and writes of files depend on no step: they begin when the plan arrives, and a `DiskReport` of
 every rank ends them. Until then, no plan writes a CPU block that they read, or uses one that they
 write.
@@ -203,9 +208,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     swap_ins: list[BlockCopy] = []
     """CPU block to device block."""
     copies: list[BlockCopy] = []
-    """Device block to device block: copy-on-write."""
+    """Device block to device block: copy-on-write, and recurrent states to or from live states."""
     evictions: list[BlockCopy] = []
-    """Device block to CPU block: cached blocks that anything else in the plan may overwrite."""
+    """Device block to CPU block: cached blocks, and live states of preempted sequences, that
+    anything else in the plan may overwrite."""
     disk_reads: list[BlockCopy] = []
     """Disk block to CPU block."""
     disk_writes: list[BlockCopy] = []

@@ -379,7 +379,8 @@ class Scheduler:
             num_queued_tokens=self._backlog.num_tokens,
             num_swap_preemptions=self._planner.num_swap_preemptions,
             num_recompute_preemptions=self._planner.num_recompute_preemptions,
-            num_swapped_out_blocks=self._num_swapped_out_blocks,
+            num_swapped_out_blocks=self._num_swapped_out_blocks
+            + (0 if self._kv.states is None else self._kv.states.num_swapped_out_blocks),
             num_swapped_in_blocks=self._num_swapped_in_blocks,
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,

@@ -86,6 +86,7 @@ class StateCopier:
         "num_loaded",
         "num_saved",
         "num_skipped",
+        "num_swapped_out_blocks",
         "num_unreused_tokens",
         "saves",
     )
@@ -114,6 +115,8 @@ class StateCopier:
         """Snapshots that were made, and that were found and reused."""
         self.num_skipped = 0
         """Snapshots that were not made, since too few blocks were free."""
+        self.num_swapped_out_blocks = 0
+        """Blocks of the live states of preempted sequences that were copied to the CPU pool."""
         self.num_unreused_tokens = 0
         """Cached tokens behind the last snapshot that was found, which were computed again."""
 
@@ -152,6 +155,7 @@ class StateCopier:
     def evict_live(self, sequence: Sequence, targets: list[int]) -> None:
         """Copy the live state of a sequence that loses its row to blocks of the CPU pool."""
         self._evictions += self._copies_between(self._live_blocks(sequence), targets)
+        self.num_swapped_out_blocks += len(targets)
 
     def take_evictions(self) -> list[BlockCopy]:
         """Return the copies of live states for the plan that is being made."""

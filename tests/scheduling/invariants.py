@@ -330,6 +330,9 @@ class Invariants:
         assert stats.num_saved_blocks == sum(
             copy.source < pool.num_blocks for plan in self._plans for copy in plan.evictions
         )
+        assert stats.num_saved_blocks + stats.num_swapped_out_blocks == sum(
+            len(plan.evictions) + len(plan.swap_outs) for plan in self._plans
+        )
         assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
             len(plan.swap_ins) for plan in self._plans
         )
