@@ -35,8 +35,8 @@ __all__ = [
     "TextTensors",
 ]
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""The activation function of an MLP; `gelu_tanh` approximates `gelu`."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""The activation function of an MLP; `gelu_tanh` approximates `gelu`, `relu2` is squared."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
@@ -176,6 +176,8 @@ class TensorNames:
     shared_output: str = ""
     shared_gate: str = ""
     """The gate of that MLP."""
+    latent: tuple[str, str] = ("", "")
+    """The projections of rows before and behind experts."""
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
 
@@ -206,8 +208,16 @@ class ExpertsConfig:
     """
     gate: ClampedGate | None = None
     """How gate and up projection are combined; None is `activation(gate) * up`."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu"] = "silu"
     """The activation of gates without a `gate`."""
+    latent_size: int | None = None
+    """The size of rows that experts read and write, between two projections; None is that of the
+    stream."""
+    num_groups: int = 1
+    """Groups of experts, of which sigmoid scores choose some for each token."""
+    num_chosen_groups: int = 1
+    has_exact_router: bool = False
+    """Whether the router computes in float32."""
     has_bias: bool = False
     """Whether the router and the projections of experts have biases."""
     is_mxfp4: bool = False
@@ -387,6 +397,9 @@ class ModelConfig:
     """The layers that are recurrent, or None."""
     layer_embedding: LayerEmbedding | None = None
     """The embedding of tokens by layer, or None."""
+    layer_places: tuple[tuple[int, int | None], ...] = ()
+    """The indices of mixer and MLP of each layer in the names of tensors, the second None for a
+    layer without an MLP; empty if layers have both, and their own index."""
     mlp_sizes: tuple[int, ...] = ()
     """`intermediate_size` of each layer; empty if layers are alike."""
     activation: Activation = "silu"
@@ -521,6 +534,10 @@ class ModelConfig:
         return tuple(
             cached.get(layer if source is None else source) for layer, source in enumerate(sources)
         )
+
+    def places_of(self, layer: int) -> tuple[int, int | None]:
+        """Return the indices of mixer and MLP of `layer` in the names of tensors."""
+        return self.layer_places[layer] if self.layer_places else (layer, layer)
 
     def mlp_size(self, layer: int) -> int:
         """Return the columns of the MLP of `layer`."""

@@ -168,11 +168,11 @@ class ExpertWeights:
     """`[num_experts, hidden_size]`."""
     clamp: tuple[float, float] | None = None
     """The alpha and the limit of a `ClampedGate`, or None."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu"] = "silu"
     """The activation of other gates."""
 
     @property
-    def gate(self) -> Literal["silu", "gelu_tanh", "clamped"]:
+    def gate(self) -> Literal["silu", "gelu_tanh", "relu", "clamped"]:
         """The kind of gate."""
         return self.activation if self.clamp is None else "clamped"
 

@@ -154,6 +154,26 @@ HYBRID_CASES = (
         },
     ),
     Case(
+        name="nemotron-h",
+        family="NemotronH",
+        more=_LONG
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe", "linear_attention", "full_attention", "mlp"),
+                "linear_attention",
+            ],
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+    ),
+    Case(
         name="qwen3_5-text",
         family="Qwen3_5",
         more=_LONG

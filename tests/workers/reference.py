@@ -84,7 +84,7 @@ def _make_model(name: str) -> Any:  # Any: transformers has no types
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.normal_(0.9, 0.2)
-            elif name.endswith("expert_bias"):
+            elif name.endswith(("expert_bias", "correction_bias")):
                 buffer.normal_(0.0, 0.3)
     return model
 

@@ -61,4 +61,6 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square_(),
 }

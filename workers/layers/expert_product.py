@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -355,7 +355,11 @@ class SigmoidRouter(Router):
         *,
         hidden_size: int,
     ) -> None:
+        if experts.has_exact_router:
+            place = replace(place, dtype=torch.float32)
         super().__init__(name, None, experts, place, hidden_size=hidden_size)
+        self._dtype = place.dtype
+        self._groups = experts.num_groups, experts.num_chosen_groups
         self._bias_name = bias_name
         self._scale, self._sum_eps = experts.weight_scale, experts.sum_eps
         self._bias = None
@@ -363,8 +367,10 @@ class SigmoidRouter(Router):
             self._bias = torch.empty(experts.num_experts, dtype=torch.float32, device=place.device)
 
     def __call__(self, x: torch.Tensor) -> Choice:
-        scores = self._kernel(x).sigmoid().float()
+        scores = self._kernel(x.to(self._dtype)).sigmoid().float()
         biased = scores if self._bias is None else scores + self._bias
+        if self._groups[0] > 1:
+            biased = self._in_best_groups(biased)
         experts = biased.topk(self._num_chosen, dim=1).indices
         weights = scores.gather(1, experts)
         if self._is_renormalized:
@@ -372,6 +378,16 @@ class SigmoidRouter(Router):
         if experts.is_cuda:
             experts = experts.int()
         return Choice(experts, weights * self._scale)
+
+    def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores with -inf in all groups but those with the highest sums of two scores."""
+        num_groups, num_chosen = self._groups
+        groups = scores.unflatten(1, (num_groups, -1))
+        sums = groups.topk(2, dim=2).values.sum(2)
+        chosen = sums.topk(num_chosen, dim=1).indices
+        is_other = torch.ones_like(sums, dtype=torch.bool).scatter_(1, chosen, False)
+        chosen_scores: torch.Tensor = groups.masked_fill(is_other.unsqueeze(2), float("-inf"))
+        return chosen_scores.flatten(1)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()

@@ -59,18 +59,27 @@ class ExpertLayer(Layer):
         if experts.has_shared_gate:
             columns = Columns(name=f"{prefix}.{names.shared_gate}", total=1, part=slice(0, 1))
             self._shared_gate = ColumnParallelLinear(hidden_size, [columns], place, has_bias=False)
+        inner_size = experts.latent_size or hidden_size
+        self._latent: tuple[ColumnParallelLinear, ...] = ()
+        """The projections before and behind experts, which all ranks have as a whole."""
+        if experts.latent_size is not None:
+            sizes = (hidden_size, inner_size), (inner_size, hidden_size)
+            self._latent = tuple(
+                _whole_linear(f"{prefix}.{name}", *of, place)
+                for name, of in zip(names.latent, sizes, strict=True)
+            )
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
-        self._hidden_size = hidden_size
+        self._hidden_size = inner_size
         self._group = place.group
         self._shared = shared
-        self._tensors = ExpertTensors(prefix, names, experts, hidden_size=hidden_size, place=place)
+        self._tensors = ExpertTensors(prefix, names, experts, hidden_size=inner_size, place=place)
         self._router = _make_router(prefix, names, experts, place, hidden_size)
         self._product = make_expert_product(
             ExpertPart(
                 config=experts,
                 experts=self._tensors.experts,
-                hidden_size=hidden_size,
+                hidden_size=inner_size,
                 intermediate_size=self._tensors.intermediate_size,
                 has_output_bias=self._tensors.has_output_bias,
                 fp8=self._tensors.fp8,
@@ -89,7 +98,13 @@ class ExpertLayer(Layer):
 
     def partial(self, x: torch.Tensor, choice: Choice | None = None) -> torch.Tensor:
         """Return this rank's part of the output. Without a choice, the router reads `x`."""
-        out = self._product(x, self.choose(x) if choice is None else choice)
+        choice = self.choose(x) if choice is None else choice
+        if self._latent:
+            before, behind = self._latent
+            # The parts of ranks are summed behind it.
+            out = behind(self._product(before(x), choice))
+        else:
+            out = self._product(x, choice)
         if self._shared is None:
             return out
         shared = self._shared.partial(x)
@@ -104,6 +119,8 @@ class ExpertLayer(Layer):
             yield from self._shared.weight_shards()
         if self._shared_gate is not None:
             yield from self._shared_gate.weight_shards()
+        for layer in self._latent:
+            yield from layer.weight_shards()
 
     def weight_work(self) -> WeightWork:
         tensors = self._tensors
@@ -115,7 +132,7 @@ class ExpertLayer(Layer):
             # Gate, up and down projection.
             row_flop=self._num_chosen * part * 3 * 2.0 * size,
         )
-        others = (self._shared, self._shared_gate)
+        others = (self._shared, self._shared_gate, *self._latent)
         return sum((layer.weight_work() for layer in others if layer is not None), work)
 
     def finalize(self) -> None:
@@ -125,6 +142,13 @@ class ExpertLayer(Layer):
             self._shared.finalize()
         if self._shared_gate is not None:
             self._shared_gate.finalize()
+        for layer in self._latent:
+            layer.finalize()
+
+
+def _whole_linear(name: str, in_size: int, out_size: int, place: Placement) -> ColumnParallelLinear:
+    columns = Columns(name=name, total=out_size, part=slice(0, out_size))
+    return ColumnParallelLinear(in_size, [columns], place, has_bias=False)
 
 
 def _make_router(

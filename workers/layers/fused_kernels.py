@@ -150,7 +150,7 @@ def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | No
     """Return the kernel that applies the activation to the gate and multiplies."""
     if device.type == "cpu" and activation == "silu":
         return Gate.make(device)
-    if device.type != "cuda":
+    if device.type != "cuda" or activation == "relu" or activation == "relu2":
         return None
     from attention.kernels.triton.gated_activation import gated
 
@@ -161,7 +161,7 @@ def quantized_gate_kernel(
     activation: Activation, device: torch.device
 ) -> QuantizedGateKernel | None:
     """Return the kernel of `gate_kernel` that quantizes the product."""
-    if device.type != "cuda":
+    if device.type != "cuda" or activation == "relu" or activation == "relu2":
         return None
     from attention.kernels.triton.gated_activation import quantized_gated
 

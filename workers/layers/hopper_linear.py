@@ -71,6 +71,8 @@ class HopperLinear(DenseLinear):
             return super().gated(x, activation)
         if len(x) > MAX_ROWS:
             num_programs = self._num_multiprocessors
+            assert activation != "relu"
+            assert activation != "relu2"
             if self._has_gated and keeps_gpu_busy(len(x), self.weight, num_programs):
                 return persistent_gated(x, self.weight, activation, num_programs)
             return super().gated(x, activation)

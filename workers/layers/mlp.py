@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
 
 from pagedray.model_config import Activation
 from workers.layers.activation import activation_function, gated_columns
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
 from workers.layers.weight import CompositeLayer, Layer, Placement, part_of
 
-if TYPE_CHECKING:
-    import torch
-
-
-__all__ = ["MLP", "GatedMLP", "MLPParams", "PlainMLP"]
+__all__ = ["MLP", "GatedMLP", "MLPParams", "NoMLP", "PlainMLP"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +85,17 @@ class GatedMLP(MLP):
 
     def activate(self, columns: torch.Tensor) -> torch.Tensor:
         return gated_columns(columns, self.activation)
+
+
+class NoMLP(CompositeLayer):
+    """In place of the MLP of a layer that has none: adds nothing to the stream."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros_like(x)
+
+    def sublayers(self) -> tuple[Layer, ...]:
+        return ()
 
 
 class PlainMLP(MLP):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.layers.experts import ExpertLayer
-from workers.layers.mlp import MLP, GatedMLP, MLPParams, PlainMLP
+from workers.layers.mlp import MLP, GatedMLP, MLPParams, NoMLP, PlainMLP
 from workers.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from workers.layers.recurrent import RecurrentLayer, make_recurrent
 from workers.layers.weight import CompositeLayer, Layer, Placement
@@ -45,18 +45,22 @@ class DecoderLayer(CompositeLayer):
 
     def __init__(self, config: ModelConfig, index: int, place: Placement) -> None:
         names = config.names
-        prefix = names.decoder_layer.format(index)
+        mixer_index, mlp_index = config.places_of(index)
+        prefix = names.decoder_layer.format(mixer_index)
+        mlp_prefix = None if mlp_index is None else names.decoder_layer.format(mlp_index)
 
-        def norm(name: str | None) -> Norm | None:
-            if name is None:
+        def norm(name: str | None, prefix: str | None = prefix) -> Norm | None:
+            if name is None or prefix is None:
                 return None
             return make_norm(f"{prefix}.{name}", config, place)
 
         self.attention_norm = norm(names.attention_norm)
         self.attention = _make_mixer(prefix, config, index, place)
         self.attention_post_norm = norm(names.attention_post_norm)
-        self.mlp_norm = norm(names.mlp_norm)
-        self.mlp = _make_mlp(prefix, config, index, place)
+        self.mlp_norm = norm(names.mlp_norm, mlp_prefix)
+        self.mlp: MLP | ExpertLayer | NoMLP = NoMLP()
+        if mlp_prefix is not None:
+            self.mlp = _make_mlp(mlp_prefix, config, index, place)
         self.mlp_post_norm = norm(names.mlp_post_norm)
         self.residual_scale = config.residual_scale
 

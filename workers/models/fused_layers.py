@@ -18,7 +18,7 @@ import torch
 from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary
 from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import quantized_gate_kernel
-from workers.layers.mlp import MLP, GatedMLP
+from workers.layers.mlp import MLP, GatedMLP, NoMLP
 from workers.layers.recurrent import RecurrentLayer
 from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from workers.models.fused_norm import Delta, FusedNorm, NormedDelta, Rows
@@ -300,6 +300,35 @@ class FusedExperts:
         return self.partial(x)
 
 
+class FusedNoMLP:
+    """In place of the MLP of a layer without one."""
+
+    def accepts_quantized(self, num_rows: int) -> bool:
+        """Return False."""
+        del num_rows
+        return False
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return False."""
+        del num_rows
+        return False
+
+    def partial(self, x: Rows) -> torch.Tensor:
+        """Return zeros."""
+        assert isinstance(x, torch.Tensor)
+        return torch.zeros_like(x)
+
+    def forward_residual(self, stream: torch.Tensor, x: Rows) -> None:
+        """Add nothing."""
+        del stream, x
+
+
+def _fused_mlp(mlp: MLP | ExpertLayer | NoMLP) -> FusedMLP | FusedExperts | FusedNoMLP:
+    if isinstance(mlp, NoMLP):
+        return FusedNoMLP()
+    return FusedMLP(mlp) if isinstance(mlp, MLP) else FusedExperts(mlp)
+
+
 class FusedLayer:
     """One layer in two halves: `attend` for all tokens, `finish` for each token by itself."""
 
@@ -315,7 +344,7 @@ class FusedLayer:
         else:
             self.attention = FusedAttention(layer.attention, is_last=is_last)
         self._mlp_norm = FusedNorm(layer.mlp_norm, sums_over=after, overlaps=overlaps)
-        self.mlp = FusedMLP(layer.mlp) if isinstance(layer.mlp, MLP) else FusedExperts(layer.mlp)
+        self.mlp = _fused_mlp(layer.mlp)
         self._post_norms = tuple(
             None if norm is None else FusedNorm(norm, overlaps=overlaps)
             for norm in (layer.attention_post_norm, layer.mlp_post_norm)

@@ -127,6 +127,33 @@ def granite_fields(rng: random.Random) -> Fields:
     }
 
 
+def nemotron_fields(rng: random.Random) -> Fields:
+    patterns = ["mem-m*e", "*m-", "me*em", "m", "mm**-", "m-m"]
+    kinds = {"m": "linear_attention", "*": "full_attention", "e": "moe", "-": "mlp"}
+    num_groups, has_groups = rng.choice([1, 2]), rng.random() < 0.5
+    return {
+        "layers_block_type": [kinds[one] for one in rng.choice(patterns)],
+        "mamba_num_heads": 4 * num_groups,
+        "mamba_head_dim": 8,
+        "n_groups": num_groups,
+        "ssm_state_size": rng.choice([8, 16]),
+        "conv_kernel": rng.choice([2, 4]),
+        "chunk_size": rng.choice([8, 16, 128]),
+        "use_conv_bias": rng.random() < 0.5,
+        "use_bias": rng.random() < 0.5,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "n_group": 4 if has_groups else 1,
+        "topk_group": 2 if has_groups else 1,
+        "num_experts_per_tok": rng.choice([1, 3]),
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": rng.choice([None, 16]),
+        "norm_topk_prob": rng.random() < 0.5,
+        "routed_scaling_factor": 1.7,
+    }
+
+
 FIELDS: dict[str, Callable[[random.Random], Fields]] = {
     "lfm2": lfm2_dense_fields,
     "lfm2_moe": lfm2_moe_fields,
@@ -134,12 +161,13 @@ FIELDS: dict[str, Callable[[random.Random], Fields]] = {
     "qwen3_5_moe_text": delta_moe_fields,
     "qwen3_next": qwen3_next_fields,
     "granitemoehybrid": granite_fields,
+    "nemotron_h": nemotron_fields,
 }
 
 
 def save_random(model_type: str, fields: Fields, folder: Path, seed: int) -> None:
     """Save a model of random weights, with decays from almost none to almost all."""
-    types = fields["layer_types"]
+    types = fields.get("layer_types")
     fields = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -152,7 +180,8 @@ def save_random(model_type: str, fields: Fields, folder: Path, seed: int) -> Non
     } | fields
     if model_type != "qwen3_5_moe_text":
         fields["intermediate_size"] = 72
-    fields["num_hidden_layers"] = len(types)
+    if types is not None:
+        fields["num_hidden_layers"] = len(types)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
     with torch.no_grad():
@@ -160,7 +189,8 @@ def save_random(model_type: str, fields: Fields, folder: Path, seed: int) -> Non
             if name.endswith("A_log"):
                 tensor.uniform_(0.01, 16.0).log_()
             elif name.endswith("dt_bias"):
-                tensor.uniform_(-4.0, 4.0)
+                # Transformers clamps small step sizes of Nemotron-H in chunks alone.
+                tensor.uniform_(-2.0 if model_type == "nemotron_h" else -4.0, 4.0)
             elif name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 tensor.normal_(0.3, 0.3)
             elif tensor.dim() > 1:

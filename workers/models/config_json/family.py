@@ -87,6 +87,7 @@ def base_config(
     *,
     activation: Activation = "silu",
     activation_key: str | None = None,
+    num_layers: int | None = None,
     default_num_kv_heads: int | None = None,
     default_head_size: int | None = None,
     intermediate_key: str = "intermediate_size",
@@ -97,7 +98,8 @@ def base_config(
 ) -> ModelConfig:
     """Return a configuration of the keys that most families share.
 
-    Defaults stand for missing keys. The rope is left to the family.
+    Defaults stand for missing keys, and `num_layers` for that of the file. The rope is left to the
+    family.
     """
     check_causal(file)
     key, words = _ACTIVATIONS[activation]
@@ -124,7 +126,7 @@ def base_config(
         intermediate_size=file.integer(
             intermediate_key, default_intermediate_size or MISSING, most=MAX_SIZE
         ),
-        num_layers=file.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=num_layers or file.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=_head_size(file, hidden_size, num_heads, default_head_size),

@@ -45,6 +45,7 @@ from workers.models.families.llama import (
     STARCODER2,
 )
 from workers.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
+from workers.models.families.nemotron import NEMOTRON_H
 from workers.models.families.olmo import OLMO2, OLMO3, OLMOE
 from workers.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_VL
 from workers.models.families.qwen_hybrid import (
@@ -73,7 +74,7 @@ _ALL = (
     *(MIXTRAL, MPT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS),
     *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL, GEMMA4),
     *(GEMMA4_UNIFIED_TEXT, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, LFM2, LFM2_MOE, QWEN3_NEXT),
-    *(GRANITE_HYBRID, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
+    *(GRANITE_HYBRID, NEMOTRON_H, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -87,7 +88,7 @@ _OBSTACLES = {
     ),
     "recurrent layers": (
         *("Bamba", "FalconH1", "FalconMamba", "Jamba", "KimiLinear", "Lfm3"),
-        *("Mamba", "NemotronH", "OlmoHybrid", "RecurrentGemma", "Rwkv"),
+        *("Mamba", "OlmoHybrid", "RecurrentGemma", "Rwkv"),
         "Zamba",
     ),
 }

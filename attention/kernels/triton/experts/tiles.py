@@ -447,5 +447,8 @@ def gated(
         # (1 + tanh(u)) / 2 is the logistic function of 2 u.
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate / (1.0 + tl.exp(-2.0 * inner)) * up
+    elif activation == "relu":
+        # NaN remains.
+        return tl.where(gate < 0.0, 0.0, gate) * up
     else:
         return gate / (1.0 + tl.exp(-gate)) * up

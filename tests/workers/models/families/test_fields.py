@@ -50,6 +50,7 @@ _LACKS = {
 # Those that have no default.
 _NEEDS: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 2},
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe"]},
     "Ministral3ForCausalLM": {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}
     },

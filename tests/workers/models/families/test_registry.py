@@ -360,7 +360,6 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
         ("DeepseekV2ForCausalLM", "attention (MLA). Supported architectures include Llama"),
         ("DeepseekV3ForCausalLM", "attention (MLA). Supported architectures include Llama"),
         ("MambaForCausalLM", "has recurrent layers. Supported architectures include"),
-        ("NemotronHForCausalLM", "has recurrent layers. Supported architectures include"),
         ("LlavaForConditionalGeneration", "supported. The supported multimodal families are"),
         ("InternVLChatModel", "supported. The supported multimodal families are Gemma3,"),
         ("OPTForCausalLM", "supported. Supported architectures include Llama"),
