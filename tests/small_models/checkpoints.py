@@ -207,6 +207,9 @@ def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.floa
             if parameter.dim() == 1:
                 # Norms start at one and biases at zero, which would hide a mistake.
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if case.family == "NemotronH" and name.endswith("dt_bias"):
+                # Transformers clamps small step sizes, in chunks of prompts alone.
+                parameter.clamp_(min=2.0)
             if "embed" in name or "wte" in name:
                 parameter.mul_(case.embedding_scale)
     model.to(dtype).save_pretrained(folder)
