@@ -20,10 +20,11 @@ from workers.models.families.registry import read_model_config
 FAMILIES = {
     case["model_type"]: name
     for name, case in reversed(CASES.items())
-    if case["model_type"] not in ("bloom", "mpt")
+    if case["model_type"] not in ("bloom", "mpt", "nemotron_h")
 }
 # Transformers cannot scale Mixtral's rope without a head size.
 FAMILIES["mixtral"] = "mixtral-head-size"
+FAMILIES["granitemoehybrid"] = "granitemoehybrid-dense-rope"
 _FACTORS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
