@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineProcess", "PagedRay", "Transformers"]
 
+_MAX_MODEL_LEN = 2048
+"""The context of some shapes would not fit the memory of small machines."""
+
 
 class Engine(ABC):
     """One of the two engines, in a process of its own."""
@@ -45,6 +48,7 @@ class PagedRay(Engine):
             dtype=dtype,  # type: ignore[arg-type]  # one of its values
             num_threads=threads,
             enable_prefix_cache=False,
+            max_model_len=_MAX_MODEL_LEN,
             show_progress=False,
         )
 
