@@ -15,7 +15,12 @@ from torch.nn import functional
 
 from attention.abstract import StateTensor
 from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
-from attention.kernels.recurrent import causal_conv, gated_delta_rule, selective_scan
+from attention.kernels.recurrent import (
+    causal_conv,
+    gated_delta_rule,
+    gated_norm,
+    selective_scan,
+)
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
@@ -390,14 +395,16 @@ class _GroupNorm(Layer):
 
     def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Return `norm(x * silu(z))`; all are `[num_tokens, columns of this rank]`."""
+        if self._sums_over is None:
+            groups = (-1, self._group_size)
+            norm = GatedNorm(
+                z=z.unflatten(1, groups), weight=self._weight.unflatten(0, groups), eps=self._eps
+            )
+            return gated_norm(x.unflatten(1, groups), norm, gates_first=True).flatten(1)
         gated = x.float() * functional.silu(z.float())
-        groups = gated.unflatten(1, (-1, min(self._group_size, gated.shape[1])))
-        squares = groups.square().sum(2, keepdim=True)
-        if self._sums_over is not None:
-            squares = self._sums_over.all_reduce(squares)
+        squares = self._sums_over.all_reduce(gated.square().sum(1, keepdim=True))
         scales = torch.rsqrt(squares / self._group_size + self._eps)
-        normed: torch.Tensor = (groups * scales).flatten(1).to(x.dtype)
-        return normed.mul_(self._weight)
+        return gated.mul_(scales).to(x.dtype).mul_(self._weight)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(
