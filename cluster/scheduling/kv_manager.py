@@ -165,9 +165,17 @@ class KvManager:
         )
 
     def admit(
-        self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
+        self,
+        sequence: Sequence,
+        step: int,
+        *,
+        num_tokens: int,
+        num_spare: int,
+        may_wait: bool = False,
     ) -> Admitted | Refusal:
         """Give a waiting sequence blocks for `num_tokens`, cached blocks first.
+
+        If it `may_wait`, it does not start before another has made the snapshot that it needs.
 
         At least `num_spare` blocks stay free. `num_computed` becomes the number of cached tokens;
         at least one known token is always left to compute. The plan of `step` has the copies that
@@ -180,6 +188,10 @@ class KvManager:
             return Refusal.NO_ROOM
         num_shareable = self.prefixes.num_shareable(sequence)
         prefix = self.prefixes.find_blocks(sequence, num_shareable)
+        if may_wait and self.states is not None:
+            num_found = len(prefix.table) // self.groups.num_groups * self.block_size
+            if self.states.is_awaited(sequence, num_found):
+                return Refusal.AWAITS_STATE
         if not self._share_prefix(sequence, prefix, num_shareable, num_needed=num_needed):
             return Refusal.NO_ROOM
         if self.cpu.is_enabled and len(prefix.table) < num_shareable * self.groups.num_groups:
@@ -593,6 +605,8 @@ class Refusal(Enum):
     """A token of it is still being sampled."""
     AWAITS_MASK = auto()
     """The mask of its next token is not made."""
+    AWAITS_STATE = auto()
+    """Another sequence is about to make a snapshot that it needs."""
     NO_ROOM = auto()
     """Too few blocks are free."""
     AWAITS_DISK = auto()

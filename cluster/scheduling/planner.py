@@ -222,7 +222,7 @@ class Planner:
         num_tokens = budget.num_tokens_for(sequence)
         if not num_tokens:
             return False
-        admission = self._admit(sequence, budget)
+        admission = self._admit(sequence, budget, may_wait=True)
         if isinstance(admission, Refusal):
             if admission is Refusal.NO_ROOM:
                 self._preemptor.guard.note_failure(sequence)
@@ -230,7 +230,9 @@ class Planner:
         self._start(sequence, admission, budget, num_tokens=num_tokens)
         return True
 
-    def _admit(self, sequence: Sequence, budget: StepBudget) -> Admitted | Refusal:
+    def _admit(
+        self, sequence: Sequence, budget: StepBudget, *, may_wait: bool = False
+    ) -> Admitted | Refusal:
         """Give a waiting sequence its blocks, or return why it must wait."""
         num_tokens, num_spare = self._size.measure(sequence)
         if sequence.num_pending:
@@ -240,7 +242,13 @@ class Planner:
             return Refusal.AWAITS_MASK
         donor = self._kv.find_donor(sequence, budget.step)
         if donor is None:
-            return self._kv.admit(sequence, budget.step, num_tokens=num_tokens, num_spare=num_spare)
+            return self._kv.admit(
+                sequence,
+                budget.step,
+                num_tokens=num_tokens,
+                num_spare=num_spare,
+                may_wait=may_wait,
+            )
         if budget.fork_cost and budget.fork_cost + sequence.num_prompt_tokens > _MAX_FORK_COST:
             return Refusal.TOO_MANY_FORKS
         admission = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)

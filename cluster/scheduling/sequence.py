@@ -82,6 +82,8 @@ class Queued(SequenceState):
 class Waiting(Queued):
     """Holds nothing."""
 
+    num_state_waits: int = 0
+    """Steps for which it waited for a snapshot that another sequence was about to make."""
     disk_read: DiskRead | None = None
     """The result of the only look-up on the disk; None before it."""
 
@@ -459,6 +461,7 @@ class SequenceStates:
         "keeps_ends",
         "load_ids",
         "origin",
+        "pending",
         "prompt_keys",
         "repeats_output",
         "replaced",
@@ -470,6 +473,8 @@ class SequenceStates:
         """Blocks that the sequence owns with its state, until they are copied to its row."""
         self.wanted: list[int] = []
         """Positions at which the prompt gets a snapshot, in descending order."""
+        self.pending: dict[int, bytes] = {}
+        """The digests of these snapshots, as long as they are not made."""
         self.keeps_ends = True
         """Whether it makes snapshots while it decodes."""
         self.repeats_output = False

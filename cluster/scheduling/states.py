@@ -23,7 +23,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.device_tier import BlockKey
-from cluster.scheduling.sequence import Sequence, SequenceStates
+from cluster.scheduling.sequence import Sequence, SequenceStates, Waiting
 from pagedray.batch import BlockCopy
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""
 _GRIDS_PER_PROMPT = 128
 """The most distance of the snapshots of a prompt, in units of the grid."""
+_MOST_WAITS = 16
+"""The most steps for which a sequence waits for a snapshot that another is about to make."""
 _MOST_TURNS = 4096
 """Snapshots of turns that are remembered."""
 
@@ -80,6 +82,7 @@ class StateCopier:
         "_first_live",
         "_grid",
         "_held",
+        "_num_pending",
         "_prefixes",
         "_turns",
         "num_blocks",
@@ -105,6 +108,8 @@ class StateCopier:
         """Copies on the device in the plan that is being made."""
         self._evictions: list[BlockCopy] = []
         """Copies of the live states of preempted sequences to the CPU pool in that plan."""
+        self._num_pending: dict[bytes, int] = {}
+        """Running sequences that will make a snapshot, by its digest."""
         self.saves: list[Save] = []
         """Snapshots to make in that plan, once it has all its sequences."""
         self._turns = OrderedDict[bytes, Turn]()
@@ -123,6 +128,27 @@ class StateCopier:
     def clear(self) -> None:
         """Forget the plan that is being made."""
         self._copies, self._evictions, self.saves, self._held = [], [], [], []
+        self._num_pending = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a running sequence is about to make a snapshot."""
+        return bool(self._num_pending)
+
+    def is_awaited(self, sequence: Sequence, num_found: int) -> bool:
+        """Return whether a sequence should wait until another has made a snapshot for it.
+
+        Both have a longer prefix in common than the `num_found` tokens that were found.
+        """
+        waiting = sequence.state
+        assert isinstance(waiting, Waiting)
+        position = self._num_known(sequence) // self._grid * self._grid
+        if position <= num_found or waiting.num_state_waits == _MOST_WAITS:
+            return False
+        if next(self._prefixes.state_keys(sequence, position)).digest not in self._num_pending:
+            return False
+        waiting.num_state_waits += 1
+        return True
 
     def admit(self, sequence: Sequence, load_ids: list[int]) -> None:
         """Begin a sequence with a cached prefix, and the blocks of the state after it."""
@@ -140,12 +166,28 @@ class StateCopier:
         states = sequence.blocks.states = SequenceStates(load_ids)
         if self._device.is_enabled:
             states.wanted = self._wanted(sequence)
+            for position in states.wanted:
+                digest = next(self._prefixes.state_keys(sequence, position)).digest
+                states.pending[position] = digest
+                self._num_pending[digest] = self._num_pending.get(digest, 0) + 1
 
     def release(self, sequence: Sequence) -> None:
         """Release the blocks of a state that was not copied to its row yet."""
         states = sequence.blocks.states
-        for block in () if states is None else states.load_ids:
+        if states is None:
+            return
+        for block in states.load_ids:
             self._device.pool.release(block)
+        for position in [*states.pending]:
+            self._end_pending(states, position)
+
+    def _end_pending(self, states: SequenceStates, position: int) -> None:
+        """Let no sequence wait for a snapshot any more."""
+        digest = states.pending.pop(position, None)
+        if digest is not None:
+            self._num_pending[digest] -= 1
+            if not self._num_pending[digest]:
+                del self._num_pending[digest]
 
     def loads_of(self, sequence: Sequence) -> list[int]:
         """Return the blocks of a state that was not copied to its row yet, if any."""
@@ -198,6 +240,8 @@ class StateCopier:
         is_wanted, wanted = False, states.wanted
         while wanted and wanted[-1] <= position:
             is_wanted = wanted.pop() == position
+        for passed in [one for one in states.pending if one < position]:
+            self._end_pending(states, passed)
         if states.load_ids:
             self._load(sequence, states)
         elif is_wanted:
@@ -217,6 +261,7 @@ class StateCopier:
         # At most one plan is in flight, which samples the next token.
         assert states is not None
         assert save.position <= len(sequence.token_ids)
+        self._end_pending(states, save.position)
         if save.kind is SnapshotKind.DECODE:
             self._forget_replaced(states)
         keys = list(self._prefixes.state_keys(sequence, save.position))

@@ -101,6 +101,10 @@ class Invariants:
             )
         # Once it has started, it may not take rows of others again.
         assert isinstance(self._scheduler._planner._preemptor.pending, Waiting | None)
+        if kv.states is not None:
+            pending = [one.blocks.states.pending for one in holders if one.blocks.states]
+            digests = Counter(digest for one in pending for digest in one.values())
+            assert kv.states._num_pending == digests
         self._check_places(holders)
         self._check_cache(worker)
         self._check_stats()
@@ -195,6 +199,7 @@ class Invariants:
                         sequence.state.starved_since is not None
                         or (isinstance(sequence.state, Waiting) and sequence.state.disk_read)
                         or sequence.awaits_mask
+                        or (isinstance(sequence.state, Waiting) and sequence.state.num_state_waits)
                         for sequence in active.sequences
                     )
 

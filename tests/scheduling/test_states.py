@@ -97,6 +97,27 @@ def test_prompts_with_a_common_beginning_find_its_branch_point_from_the_third_on
     assert states_of(harness).num_unreused_tokens == 96 + 32 + 32
 
 
+def test_prompts_wait_for_the_branch_point_that_another_is_about_to_keep() -> None:
+    harness, shared = make_harness(budget=256), tokens(1, 100)
+    for seed in range(6):
+        harness.add(shared + tokens(10 + seed, 200), max_tokens=1)
+    harness.drain()
+    found = [one.num_cached_tokens for one in harness.results.events if one.token_ids]
+    # The first has no prefix to find, and the second keeps the branch point.
+    assert sorted(found) == [0, 0, 64, 64, 64, 64]
+
+
+def test_no_prompt_waits_for_a_sequence_that_has_ended() -> None:
+    harness, shared = make_harness(budget=100), tokens(1, 100)
+    names = [harness.add(shared + tokens(10 + seed, 200), max_tokens=1) for seed in range(3)]
+    while not states_of(harness).is_pending:
+        harness.turn()
+    harness.abort(names[0])
+    harness.abort(names[1])
+    assert not states_of(harness).is_pending
+    harness.drain()
+
+
 def test_prompts_with_an_anchor_find_it_from_the_second_on() -> None:
     harness, system = make_harness(), tokens(1, 200)
     names = [harness.add(system + tokens(seed, 90), anchors=(200, 285)) for seed in (2, 3)]
