@@ -15,7 +15,7 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ def main() -> None:
     for row in rows:
         print(row, flush=True)
     if options.output:
-        write_results(options.output, options.shape, rows=[asdict(row) for row in rows])
+        write_results(options.output, options.shape, rows=rows)
 
 
 def _loads(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:  # Any: prompts
