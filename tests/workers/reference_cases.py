@@ -813,5 +813,5 @@ TWO_RANK_CASES = [
 EXPERT_PARALLEL_CASES = [
     name
     for name in TWO_RANK_CASES
-    if any(CASES[name].get(key, 1) % 2 == 0 for key in ("num_experts", "num_local_experts"))
+    if any((CASES[name].get(key) or 1) % 2 == 0 for key in ("num_experts", "num_local_experts"))
 ]
