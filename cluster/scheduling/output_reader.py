@@ -28,7 +28,7 @@ __all__ = ["InFlightStep", "OutputReader", "PromptLogprobsBuffer"]
 class OutputReader:
     """Applies outputs to the sequences of their plans."""
 
-    __slots__ = ("_kv", "_prompt_logprobs", "_recovery", "_table", "num_nonfinite_sequences")
+    __slots__ = ("_prefixes", "_prompt_logprobs", "_recovery", "_table", "num_nonfinite_sequences")
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class OutputReader:
         recovery: FaultRecovery,
         prompt_logprobs: PromptLogprobsBuffer,
     ) -> None:
-        self._kv = kv
+        self._prefixes = kv.prefixes
         self._table = sequence_table
         self._recovery = recovery
         self._prompt_logprobs = prompt_logprobs
@@ -114,22 +114,22 @@ class OutputReader:
         """Handle a sequence's last token; return why the sequence ends, if it does."""
         if isinstance(sequence.state, Running):
             if not sequence.recheck_at:
-                self._kv.prefixes.mark_verified(sequence)
-            self._kv.prefixes.register_blocks(sequence)
+                self._prefixes.mark_verified(sequence)
+            self._prefixes.register_blocks(sequence)
         if sequence.may_end_with(token_id):
             reason = FinishReason.STOP
         elif len(sequence.token_ids) == sequence.max_length:
             reason = FinishReason.LENGTH
         else:
             return None
-        self._kv.prefixes.mark_verified(sequence)
+        self._prefixes.mark_verified(sequence)
         self._table.remove_sequence(sequence)
         return reason
 
     def _end_nonfinite(self, sequence: Sequence) -> TokenEvent:
         """End a sequence after logits that were not finite, and return the event."""
         self.num_nonfinite_sequences += 1
-        self._kv.prefixes.forget_blocks(sequence)
+        self._prefixes.forget_blocks(sequence)
         return self.end_sequence(sequence, FinishReason.ERROR)
 
     def _forget_ended(self, in_flight: InFlightStep, output: StepOutput) -> None:
@@ -137,7 +137,7 @@ class OutputReader:
         for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=True):
             is_ended = token_id < 0 and sequence.state is FINISHED
             if is_ended and sequence not in in_flight.late:
-                self._kv.prefixes.forget_blocks(sequence)
+                self._prefixes.forget_blocks(sequence)
 
 
 class InFlightStep(msgspec.Struct, frozen=True):
