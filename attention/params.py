@@ -133,7 +133,7 @@ class StateTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes, those of padding included."""
+        """Return the bytes, padding included."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         return -(-num_bytes // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
 

@@ -272,7 +272,7 @@ class _HostBatch:
     def __init__(
         self, batch: AttentionBatch, arrays: list[_Array], first_group: _HostBatch | None
     ) -> None:
-        """Append the arrays to upload to `arrays`, but those of the first group, if it is given."""
+        """Append the arrays to upload to `arrays`, without arrays of the given first group."""
         self.batch = batch
         self.index = len(arrays)
         """Index of the slots; the slots of the encoder follow, if any."""

@@ -43,14 +43,14 @@ _MOST_TURNS = 4096
 
 
 class SnapshotKind(Enum):
-    """What a snapshot is for."""
+    """The purpose of a snapshot."""
 
     PROMPT = auto()
     """The end of a prompt, for a next turn that does not repeat the output."""
     DECODE = auto()
     """The end of the output, for a next turn that repeats it."""
     CONTINUED = auto()
-    """The end of a turn that one other turn has continued."""
+    """The end of a turn, after a single other turn has continued it."""
     SHARED = auto()
     """A position that several sequences have in common."""
 
@@ -61,7 +61,7 @@ class Turn:
 
     kind: SnapshotKind
     other_keys: list[BlockKey] = field(default_factory=list)
-    """The keys of the snapshot of its other end, which is useless once this one is continued."""
+    """The keys of the snapshot of its other end, useless once a turn continues from this end."""
 
 
 class Save(NamedTuple):

@@ -142,7 +142,7 @@ def add_normed(
     assert other.shape == stream.shape
     assert other.stride(1) == 1
     if num_rows:
-        # Any weight stands for those that are not used.
+        # Any weight stands for weights that are not used.
         padded = [*weights, *[norm] * (_MOST_NORMS - len(weights))]
         tile = next_power_of_two(size)
         _ADD_NORMED.launch(

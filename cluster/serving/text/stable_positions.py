@@ -35,7 +35,7 @@ _NEXT_TURNS = (
     (_ANSWER, _QUESTION),
     (ChatMessage("assistant", "", tool_calls=(_CALL,)), _RESULT),
 )
-"""What a client may append to a conversation: a question, or the result of a tool call."""
+"""Messages that a client may append: a question, or the result of a tool call."""
 
 
 class StablePositions:
