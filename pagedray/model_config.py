@@ -160,7 +160,8 @@ class TensorNames:
         "mlp.experts.{}.gate_proj.weight",
         "mlp.experts.{}.up_proj.weight",
     )
-    """The tensors of gate and up projection of an expert, or the one tensor if they are fused.
+    """The tensors of gate and up projection of an expert, or the one tensor if they are fused or
+    there is no gate.
 
     A name without a place for the expert's index is that of a stack of all experts."""
     expert_output: str = "mlp.experts.{}.down_proj.weight"
@@ -208,8 +209,8 @@ class ExpertsConfig:
     """
     gate: ClampedGate | None = None
     """How gate and up projection are combined; None is `activation(gate) * up`."""
-    activation: Literal["silu", "gelu_tanh", "relu"] = "silu"
-    """The activation of gates without a `gate`."""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """The activation of gates without a `gate`; experts with `relu2` have no gate."""
     latent_size: int | None = None
     """The size of rows that experts read and write, between two projections; None is that of the
     stream."""
@@ -238,6 +239,11 @@ class ExpertsConfig:
     """Added to the sum of sigmoid scores that weights are divided by."""
     is_expert_parallel: bool = False
     """Whether a rank has whole experts, instead of some columns of each."""
+
+    @property
+    def num_inputs(self) -> int:
+        """The projections that read an expert's input: gate and up projection, or the latter."""
+        return 1 if self.activation == "relu2" else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

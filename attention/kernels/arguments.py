@@ -154,25 +154,25 @@ class ExpertWeights:
     first_expert: int
     """The first expert of this rank; experts of other ranks add nothing."""
     gate_up: torch.Tensor
-    """`[num_experts, 2 * inner_size, hidden_size]`."""
+    """`[num_experts, num_columns, hidden_size]`: gate, if experts have one, and up projection."""
     down: torch.Tensor
     """`[num_experts, hidden_size, inner_size]`."""
     gate_up_scales: torch.Tensor | None = None
-    """The exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 *
-    inner_size]`."""
+    """The exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, num_columns]`.
+    """
     down_scales: torch.Tensor | None = None
     """The same, `[num_experts, inner_size / 32, hidden_size]`."""
     gate_up_bias: torch.Tensor | None = None
-    """`[num_experts, 2 * inner_size]`."""
+    """`[num_experts, num_columns]`."""
     down_bias: torch.Tensor | None = None
     """`[num_experts, hidden_size]`."""
     clamp: tuple[float, float] | None = None
     """The alpha and the limit of a `ClampedGate`, or None."""
-    activation: Literal["silu", "gelu_tanh", "relu"] = "silu"
-    """The activation of other gates."""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """The activation of other gates; experts with `relu2` have no gate."""
 
     @property
-    def gate(self) -> Literal["silu", "gelu_tanh", "relu", "clamped"]:
+    def gate(self) -> Literal["silu", "gelu_tanh", "relu2", "clamped"]:
         """The kind of gate."""
         return self.activation if self.clamp is None else "clamped"
 
@@ -182,9 +182,14 @@ class ExpertWeights:
         return len(self.gate_up)
 
     @property
+    def num_columns(self) -> int:
+        """Columns of the gate and the up projection of each expert."""
+        return self.gate_up.shape[1]
+
+    @property
     def inner_size(self) -> int:
         """Columns of each expert on this rank."""
-        return self.gate_up.shape[1] // 2
+        return self.num_columns if self.gate == "relu2" else self.num_columns // 2
 
     @property
     def is_mxfp4(self) -> bool:

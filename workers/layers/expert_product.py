@@ -1,4 +1,7 @@
-"""The router, and the weighted sum of experts, `down(activation(gate(x)) * up(x))`."""
+"""The router, and the weighted sum of experts.
+
+An expert is `down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from attention.kernels.arguments import ExpertWeights
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
-from workers.layers.activation import clamped_gate
+from workers.layers.activation import activation_function, clamped_gate
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_choice import make_linear_kernel
@@ -53,12 +56,12 @@ class ExpertProduct(ABC):
     def gate_up(self, expert: int) -> torch.Tensor | Mxfp4Matrix | Fp8Weight:
         """Return where the gate and up projection of the rank's expert of this index are loaded.
 
-        The shape is `[2 * intermediate_size, hidden_size]`.
+        The shape is `ExpertPart.gate_up_shape`.
         """
 
     @abstractmethod
     def gate_up_bias(self, expert: int) -> torch.Tensor | None:
-        """Return where their biases are loaded, `[2 * intermediate_size]`."""
+        """Return where their biases are loaded, one for each output."""
 
     @abstractmethod
     def down(self, expert: int) -> torch.Tensor | Mxfp4Matrix | Fp8Weight:
@@ -141,6 +144,8 @@ class LinearExperts(ExpertProduct):
         """Return the input of an expert's down projection."""
         if self._gate is not None:
             return clamped_gate(self._gate_up[index](rows), self._gate)
+        if self._activation == "relu2":
+            return activation_function(self._activation)(self._gate_up[index](rows))
         return self._gate_up[index].gated(rows, self._activation)
 
 
@@ -244,8 +249,8 @@ class ExpertPart:
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:
-        """The outputs and inputs of an expert's gate and up projection."""
-        return 2 * self.intermediate_size, self.hidden_size
+        """The outputs and inputs of an expert's gate, if it has one, and up projection."""
+        return self.config.num_inputs * self.intermediate_size, self.hidden_size
 
     @property
     def down_shape(self) -> tuple[int, int]:

@@ -70,6 +70,7 @@ class ExpertLayer(Layer):
             )
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
+        self._num_inputs = experts.num_inputs
         self._hidden_size = inner_size
         self._group = place.group
         self._shared = shared
@@ -129,8 +130,8 @@ class ExpertLayer(Layer):
         size = self._hidden_size * tensors.intermediate_size
         work = self._router.weight_work() + WeightWork(
             expert_bytes=self._product.num_bytes,
-            # Gate, up and down projection.
-            row_flop=self._num_chosen * part * 3 * 2.0 * size,
+            # The projections of the input, and the down projection.
+            row_flop=self._num_chosen * part * (self._num_inputs + 1) * 2.0 * size,
         )
         others = (self._shared, self._shared_gate, *self._latent)
         return sum((layer.weight_work() for layer in others if layer is not None), work)
@@ -259,7 +260,7 @@ class ExpertTensors:
         """Yield the name, the columns on all ranks and this rank's, of gate and up projection."""
         size, part = self._config.intermediate_size, self._part
         names = [f"{self._prefix}.{name}" for name in self._names.expert_input]
-        if len(names) == 2:
+        if len(names) == self._config.num_inputs:
             yield from ((name, size, part) for name in names)
             return
         for number in range(2):

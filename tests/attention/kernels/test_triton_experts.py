@@ -113,15 +113,18 @@ class ExpertCase:
         hidden_size: int = 40,
         inner_size: int = 24,
         dtype: torch.dtype = torch.float32,
+        has_gate: bool = True,
     ) -> None:
         generator = torch.Generator().manual_seed(num_rows)
+        self.has_gate = has_gate
 
         def randn(*shape: int) -> torch.Tensor:
             numbers: torch.Tensor = torch.randn(*shape, generator=generator)
             return numbers.div_(shape[-1] ** 0.5).to(dtype)
 
         self.x = randn(num_rows, hidden_size + 8).mul(hidden_size**0.5)[:, :hidden_size].to(DEVICE)
-        self.gate_up = randn(num_experts, 2 * inner_size, hidden_size).to(DEVICE)
+        num_columns = (2 if has_gate else 1) * inner_size
+        self.gate_up = randn(num_experts, num_columns, hidden_size).to(DEVICE)
         self.down = randn(num_experts, hidden_size, inner_size).to(DEVICE)
         scores = torch.rand(num_rows, num_experts, generator=generator)
         weights, experts = scores.topk(num_chosen, dim=1)
@@ -133,7 +136,10 @@ class ExpertCase:
     def sums_of(self, part: slice, tuning: ExpertTuning | None = TUNING) -> torch.Tensor:
         """Return what the rank that has some of the experts computes."""
         stored = ExpertWeights(
-            first_expert=part.start, gate_up=self.gate_up[part], down=self.down[part]
+            first_expert=part.start,
+            gate_up=self.gate_up[part],
+            down=self.down[part],
+            activation="silu" if self.has_gate else "relu2",
         )
         return expert_sums(self.x, self.experts, self.weights, stored, tuning=tuning)
 
@@ -143,8 +149,13 @@ class ExpertCase:
         for x, experts, weights in zip(self.x, self.experts, self.weights, strict=True):
             total = torch.zeros_like(x, dtype=torch.float64)
             for expert, weight in zip(experts.tolist(), weights.double(), strict=True):
-                gate, up = (self.gate_up[expert].double() @ x.double()).chunk(2)
-                total += weight * (self.down[expert].double() @ (functional.silu(gate) * up))
+                columns = self.gate_up[expert].double() @ x.double()
+                if self.has_gate:
+                    gate, up = columns.chunk(2)
+                    inner = functional.silu(gate) * up
+                else:
+                    inner = columns.relu().square()
+                total += weight * (self.down[expert].double() @ inner)
             rows.append(total)
         return torch.stack(rows)
 
@@ -161,6 +172,17 @@ def test_sums_equal_those_of_float64(
     num_rows: int, dtype: torch.dtype, tuning: ExpertTuning | None
 ) -> None:
     ExpertCase(num_rows, dtype=dtype).check(tuning)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "tuning"),
+    [(2, torch.float32, None), (60, torch.bfloat16, TUNING)],
+    ids=name_of,
+)
+def test_experts_without_gates_read_one_product(
+    num_rows: int, dtype: torch.dtype, tuning: ExpertTuning | None
+) -> None:
+    ExpertCase(num_rows, dtype=dtype, has_gate=False).check(tuning)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A layer of experts against its plain definition in float64."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,7 @@ GPT_OSS = TensorNames(
     are_experts_transposed=True,
 )
 GELU = replace(EXPERTS, activation="gelu_tanh")
+RELU2 = replace(EXPERTS, activation="relu2", has_bias=True)
 CLAMPED = replace(EXPERTS, has_bias=True, gate=ClampedGate(alpha=1.3, limit=0.8))
 
 
@@ -162,6 +164,24 @@ def test_clamped_gates_and_biases_are_those_of_gpt_oss() -> None:
     torch.testing.assert_close(layer(x), torch.stack(rows).float())
 
 
+@torch.inference_mode()
+def test_experts_without_gates_have_one_tensor_of_inputs() -> None:
+    names = replace(TensorNames(), expert_input=("mlp.experts.{}.up_proj.weight",))
+    layer, tensors = filled_layer(names, replace(EXPERTS, activation="relu2"))
+    x = rows_of(9)
+    scores, chosen = (x.double() @ tensors["p.mlp.gate.weight"].T).softmax(1).topk(2, dim=1)
+    weights = scores / scores.sum(1, keepdim=True)
+    rows = torch.zeros(9, HIDDEN, dtype=torch.float64)
+    for row, place in itertools.product(range(9), range(2)):
+        expert = f"p.mlp.experts.{int(chosen[row, place])}"
+        inner = (tensors[f"{expert}.up_proj.weight"] @ x[row].double()).relu().square()
+        rows[row] += weights[row, place] * (tensors[f"{expert}.down_proj.weight"] @ inner)
+    torch.testing.assert_close(layer(x), rows.float())
+    work = layer.weight_work()
+    assert work.expert_bytes == 4 * 6 * 2 * 32 * HIDDEN
+    assert work.row_flop == 2 * (6 + 2 * 2 * 32) * HIDDEN
+
+
 @pytest.mark.parametrize(
     ("names", "experts"),
     [(TensorNames(), EXPERTS), (STACKED, EXPERTS), (GPT_OSS, CLAMPED)],
@@ -189,7 +209,9 @@ def test_a_rank_reads_only_its_experts() -> None:
     assert {shard.name for shard in shards} == {shard.name for shard in whole}
 
 
-@pytest.mark.parametrize("config", [EXPERTS, CLAMPED, GELU], ids=["silu", "clamped", "gelu"])
+@pytest.mark.parametrize(
+    "config", [EXPERTS, CLAMPED, GELU, RELU2], ids=["silu", "clamped", "gelu", "relu2"]
+)
 @pytest.mark.parametrize("num_rows", [3, 60])
 @torch.inference_mode()
 def test_grouped_experts_compute_what_single_ones_do(num_rows: int, config: ExpertsConfig) -> None:

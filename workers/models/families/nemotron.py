@@ -47,8 +47,7 @@ _NAMES = TensorNames(
     mlp_output="mixer.down_proj",
     router="mixer.gate",
     router_bias="mixer.gate.e_score_correction_bias",
-    # relu(up) * up is the square of the activation, so that experts need no other kernels.
-    expert_input=("mixer.experts.{}.up_proj.weight", "mixer.experts.{}.up_proj.weight"),
+    expert_input=("mixer.experts.{}.up_proj.weight",),
     expert_output="mixer.experts.{}.down_proj.weight",
     shared_input=("mixer.shared_experts.up_proj",),
     shared_output="mixer.shared_experts.down_proj",
@@ -188,7 +187,7 @@ def _experts(file: ConfigFile) -> ExpertsConfig:
         num_chosen=file.integer("num_experts_per_tok", 2, most=num_experts),
         intermediate_size=file.integer("moe_intermediate_size", 7688, most=MAX_SIZE),
         is_renormalized=file.flag("norm_topk_prob", True),
-        activation="relu",
+        activation="relu2",
         shared_size=file.integer("moe_shared_expert_intermediate_size", 7688, most=MAX_SIZE),
         latent_size=latent_size,
         has_sigmoid_scores=True,

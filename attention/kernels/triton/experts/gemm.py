@@ -1,4 +1,4 @@
-"""The MLPs of the experts of each row, `down(activation(gate(x)) * up(x))`, and their weighted sum.
+"""The MLPs of the experts of each row, with or without a gate, and their weighted sum.
 
 A grouped GEMM: a pair is a row and one of its experts. Pairs are sorted by expert, and each tile of
 a product has pairs of a single expert; for a few pairs, `rows.py` is used instead. The grid depends
@@ -57,7 +57,7 @@ def expert_sums(
     if is_mxfp4:
         assert x.dtype == torch.bfloat16 or not x.is_cuda
         gate_up_row, down_row = mxfp4_row_bytes(hidden_size), mxfp4_row_bytes(inner_size)
-    assert stored.gate_up.shape == (num_experts, 2 * inner_size, gate_up_row)
+    assert stored.gate_up.shape == (num_experts, stored.num_columns, gate_up_row)
     assert stored.down.shape == (num_experts, hidden_size, down_row)
     assert x.stride(1) == 1
     assert stored.gate_up.is_contiguous()
@@ -114,6 +114,7 @@ def expert_sums(
         activation=stored.gate,
         alpha=alpha,
         limit=limit,
+        num_columns=stored.num_columns,
         **tiling,
     )
     tile_down[(triton.cdiv(hidden_size, tuning.tile_columns), num_tiles)](

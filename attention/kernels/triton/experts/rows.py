@@ -89,6 +89,7 @@ def _gate_up_rows(
     activation: tl.constexpr,
     alpha: tl.constexpr,
     limit: tl.constexpr,
+    num_columns: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -104,7 +105,7 @@ def _gate_up_rows(
     """Write the joined gate and up projection of a pair, for some columns.
 
     Launched by `row_expert_sums`; grid `(tiles of columns, num_pairs)`. Pointers: x `[num_rows,
-    hidden_size]`; gate_up and scales as of `expert_sums`; biases `[num_experts, 2 * inner_size]`;
+    hidden_size]`; gate_up and scales as of `expert_sums`; biases `[num_experts, num_columns]`;
     inner `[num_pairs, inner_size]`; experts `[num_pairs]`.
     """
     wait_for_inputs(is_dependent)
@@ -117,8 +118,8 @@ def _gate_up_rows(
         tl.store(out, tl.zeros_like(columns).to(inner.dtype.element_ty), mask=columns < inner_size)
         return
     read = tl.minimum(columns, inner_size - 1)
-    matrix = gate_up + expert * (2 * inner_size * row_size)
-    scales += expert * (hidden_size // half * 2 * inner_size)
+    matrix = gate_up + expert * (num_columns * row_size)
+    scales += expert * (hidden_size // half * num_columns)
     row = x + (pair // num_chosen).to(tl.int64) * x_stride
     gate = _expert_product(
         row,
@@ -126,7 +127,7 @@ def _gate_up_rows(
         scales,
         read,
         columns,
-        2 * inner_size,
+        num_columns,
         kind,
         hidden_size,
         row_size,
@@ -136,27 +137,30 @@ def _gate_up_rows(
         tile,
         vector,
     )
-    up = _expert_product(
-        row,
-        matrix,
-        scales,
-        read + inner_size,
-        columns + inner_size,
-        2 * inner_size,
-        kind,
-        hidden_size,
-        row_size,
-        half,
-        unpacks,
-        tile_columns,
-        tile,
-        vector,
-    )
+    up = gate
+    if num_columns > inner_size:
+        up = _expert_product(
+            row,
+            matrix,
+            scales,
+            read + inner_size,
+            columns + inner_size,
+            num_columns,
+            kind,
+            hidden_size,
+            row_size,
+            half,
+            unpacks,
+            tile_columns,
+            tile,
+            vector,
+        )
     gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     if has_bias:
-        biases += expert * 2 * inner_size
+        biases += expert * num_columns
         gate += tl.load(biases + read).to(tl.float32)
-        up += tl.load(biases + inner_size + read).to(tl.float32)
+        if num_columns > inner_size:
+            up += tl.load(biases + inner_size + read).to(tl.float32)
     tl.store(
         out,
         gated(gate, up, activation, alpha, limit).to(inner.dtype.element_ty),
@@ -278,6 +282,7 @@ def row_expert_sums(
         activation=stored.gate,
         alpha=alpha,
         limit=limit,
+        num_columns=gate_up.shape[1],
         row_size=gate_up.shape[2],
         **common,
     )

@@ -100,6 +100,7 @@ def tile_gate_up(
     activation: tl.constexpr,
     alpha: tl.constexpr,
     limit: tl.constexpr,
+    num_columns: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -117,9 +118,9 @@ def tile_gate_up(
     """Write the joined gate and up projection of the pairs of a tile, for some columns.
 
     Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: x `[num_rows,
-    hidden_size]`; gate_up and scales as there, a column with `row_size` elements; biases
-    `[num_experts, 2 * inner_size]`; inner `[num_pairs, inner_size]`; pairs `[num_pairs]` by their
-    experts, and starts `[num_experts + 1]`, the place of each expert's first pair.
+    hidden_size]`; gate_up and scales as there, `num_columns` of an expert with `row_size` elements
+    each; biases `[num_experts, num_columns]`; inner `[num_pairs, inner_size]`; pairs `[num_pairs]`
+    by their experts, and starts `[num_experts + 1]`, the place of each expert's first pair.
     """
     wait_for_inputs(is_dependent)
     expert, begin, end = _located(starts, num_experts, expert_tile, tile_pairs)
@@ -130,8 +131,8 @@ def tile_gate_up(
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Tiles that fit need no masks.
     is_column = (columns < inner_size) | (inner_size % tile_columns == 0)
-    matrix = gate_up + expert.to(tl.int64) * 2 * inner_size * row_size
-    scales += expert * (hidden_size // half) * 2 * inner_size
+    matrix = gate_up + expert.to(tl.int64) * num_columns * row_size
+    scales += expert * (hidden_size // half) * num_columns
     gate = zero_sums(tile_pairs, tile_columns, is_mxfp4)
     up = zero_sums(tile_pairs, tile_columns, is_mxfp4)
     for first in range(0, hidden_size, tile_depth):
@@ -157,34 +158,36 @@ def tile_gate_up(
             first,
             hidden_size,
             row_size,
-            2 * inner_size,
+            num_columns,
             is_mxfp4,
             unpacks,
             half,
             tile_depth,
         )
-        up = add_product(
-            up,
-            lower,
-            upper,
-            matrix + inner_size * row_size,
-            scales + inner_size,
-            columns,
-            is_column,
-            first,
-            hidden_size,
-            row_size,
-            2 * inner_size,
-            is_mxfp4,
-            unpacks,
-            half,
-            tile_depth,
-        )
+        if num_columns > inner_size:
+            up = add_product(
+                up,
+                lower,
+                upper,
+                matrix + inner_size * row_size,
+                scales + inner_size,
+                columns,
+                is_column,
+                first,
+                hidden_size,
+                row_size,
+                num_columns,
+                is_mxfp4,
+                unpacks,
+                half,
+                tile_depth,
+            )
     gate, up = rows_and_columns(gate, is_mxfp4), rows_and_columns(up, is_mxfp4)
     if has_bias:
-        biases += expert * 2 * inner_size + columns
+        biases += expert * num_columns + columns
         gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(biases + inner_size, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if num_columns > inner_size:
+            up += tl.load(biases + inner_size, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(
         inner + ours[:, None] * inner_size + columns[None, :],
         gated(gate, up, activation, alpha, limit).to(inner.dtype.element_ty),
@@ -437,7 +440,10 @@ def gated(
     alpha: tl.constexpr,
     limit: tl.constexpr,
 ) -> tl.tensor:
-    """Return `activation(gate) * up`, or if that is `clamped` the `ClampedGate`; all float32."""
+    """Return `activation(gate) * up`, or if that is `clamped` the `ClampedGate`; all float32.
+
+    `relu2` has no gate and reads `gate` alone.
+    """
     if activation == "clamped":
         # Unlike minimum and maximum, these comparisons propagate NaN.
         gate = tl.where(gate > limit, limit, gate)
@@ -447,8 +453,8 @@ def gated(
         # (1 + tanh(u)) / 2 is the logistic function of 2 u.
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate / (1.0 + tl.exp(-2.0 * inner)) * up
-    elif activation == "relu":
+    elif activation == "relu2":
         # NaN remains.
-        return tl.where(gate < 0.0, 0.0, gate) * up
+        return tl.where(gate < 0.0, 0.0, gate * gate)
     else:
         return gate / (1.0 + tl.exp(-gate)) * up

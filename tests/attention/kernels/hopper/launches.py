@@ -94,6 +94,19 @@ def experts(dtype: torch.dtype) -> None:
         expert_sums(x, chosen, weights, stored)
 
 
+def experts_without_gates() -> None:
+    """Multiply rows of few and many pairs, with the experts of Nemotron 3 Nano."""
+    stored = ExpertWeights(
+        first_expert=0,
+        gate_up=tensor(128, 1856, 2688),
+        down=tensor(128, 2688, 1856),
+        activation="relu2",
+    )
+    for num_rows in (1, 256):
+        weights = tensor(num_rows, 6, dtype=torch.float32)
+        expert_sums(tensor(num_rows, 2688), tensor(num_rows, 6, dtype=INT), weights, stored)
+
+
 def mxfp4_experts() -> None:
     """The same with weights in mxfp4, biases and clamped gates, as gpt-oss-20b has them."""
     size, num_experts = 2880, 32
@@ -377,6 +390,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts float16": partial(experts, torch.float16),
     "experts float32": partial(experts, torch.float32),
     "experts mxfp4": mxfp4_experts,
+    "experts, no gates": experts_without_gates,
     "persistent, gated": many_gated_rows,
     "persistent, rotated": many_rotated_rows,
     "fp8 tiles": fp8_tiles,
