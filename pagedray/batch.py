@@ -75,17 +75,25 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sequences that compute only their last token in a step, and sample the next token.
 
     Every field has int32 in native byte order.
+
+    A *chain* is a sequence with drafts, guesses of its next tokens that the step also computes:
+    consecutive decodes of its row with rising positions, the first of its last known token. Each
+    samples the token after its own, so a draft is right if the decode before it samples the same
+    token. Chains follow all other decodes.
     """
 
     rows: bytes = b""
-    """`[num_decodes]`."""
+    """`[num_decodes]`; a row of a chain is repeated for each draft."""
     positions: bytes = b""
     """`[num_decodes]`: of the tokens that are computed."""
     growing_rows: bytes = b""
-    """`[num_growing]`: the rows with a token that is the first in its block."""
+    """`[num_growing]`: the rows with a token that is the first in its block; the row of a chain may
+    be repeated."""
     new_block_ids: bytes = b""
     """`[num_growing, num_groups]`: appended to the block tables of these rows before the forward
     pass."""
+    draft_ids: bytes = b""
+    """`[num_drafts]`: the tokens of the drafts, in the order of the decodes."""
 
     @classmethod
     def pack(
@@ -94,9 +102,16 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
         positions: Sequence[int],
         growing_rows: Sequence[int] = (),
         new_block_ids: Sequence[int] = (),
+        draft_ids: Sequence[int] = (),
     ) -> Decodes:
         """Return decodes of the given rows."""
-        return cls(_pack(rows), _pack(positions), _pack(growing_rows), _pack(new_block_ids))
+        return cls(
+            _pack(rows),
+            _pack(positions),
+            _pack(growing_rows),
+            _pack(new_block_ids),
+            _pack(draft_ids),
+        )
 
     def __len__(self) -> int:
         return len(self.rows) // 4
@@ -228,7 +243,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     @property
     def num_sampled(self) -> int:
-        """Sequences that sample a token."""
+        """Tokens that the step samples."""
         return sum(chunk.is_sampled for chunk in self.chunks) + len(self.decodes)
 
     @property
@@ -238,12 +253,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
         growing_rows = array("i", self.decodes.growing_rows)
         added = array("i", self.decodes.new_block_ids)
         num_groups = len(added) // max(len(growing_rows), 1)
-        grown = {
-            row: tuple(added[index * num_groups : (index + 1) * num_groups])
-            for index, row in enumerate(growing_rows)
-        }
+        grown: dict[int, tuple[int, ...]] = {}
+        for index, row in enumerate(growing_rows):
+            blocks = tuple(added[index * num_groups : (index + 1) * num_groups])
+            grown[row] = grown.get(row, ()) + blocks
+        # The first decode of a chain takes all blocks.
         decodes = [
-            SequencePlan(row, position, 1, True, grown.get(row, ()))
+            SequencePlan(row, position, 1, True, grown.pop(row, ()))
             for row, position in zip(rows, positions, strict=True)
         ]
         return self.chunks + decodes
@@ -324,9 +340,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     step: int
     token_ids: list[int]
     """The token of each sampled sequence, in the plan's order; -1 if its logits were not finite, or
-    if its mask allowed no token."""
+    if its mask allowed no token. A chain has a token for each of its decodes."""
     logprobs: list[TokenLogprobs | None] = []
-    """Empty, or by sampled sequence; None if not requested."""
+    """Empty, or by token; None if not requested."""
     forward_s: float = 0.0
     """Duration of the step without copies between the pools, in seconds; 0 if not measured."""
     swap_s: float = 0.0

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from workers.sampling.choice import Choice, Draws, IntArray
 from workers.sampling.device_choice import Uploader
-from workers.sampling.edits import BadWords, LogitEdits, Penalties, apply_masks, num_mask_bytes
+from workers.sampling.edits import (
+    BadWords,
+    Chains,
+    LogitEdits,
+    Penalties,
+    apply_masks,
+    num_mask_bytes,
+)
 from workers.sampling.logprobs import (
     LogprobReports,
     PromptChunk,
@@ -176,12 +183,15 @@ class Sampler:
         positions: _Ints,
         masks: bytes = b"",
         released: Sequence[int] = (),
+        *,
+        draft_ids: IntArray | None = None,
     ) -> Sampled:
         """Return the tokens at these positions of these rows; may overwrite the logits.
 
         `logits` is `[num_rows, vocab_size or more]`; columns beyond the vocabulary are ignored.
         `masks` belong to the masked rows among them, in order; masks at the indices `released` are
-        the last masks of their rows.
+        the last masks of their rows. `draft_ids` has the token of each row that is a draft, -1 for
+        others: a row with a draft follows the same row one position before.
         """
         logits = logits[:, : self._vocab_size]
         row_ids = np.array(rows, dtype=np.int64)
@@ -191,29 +201,43 @@ class Sampler:
             return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))))
         masked = np.flatnonzero(needs & Need.MASK)
         mask_bytes = num_mask_bytes(self._vocab_size)
+        chains = None if draft_ids is None else Chains(draft_ids)
+        contexts = None if chains is None else chains.contexts()
         token_ids, reports = [], []
         num_parts = -(-len(row_ids) // self._max_part)
         for indices in np.array_split(np.arange(len(row_ids)), num_parts):
             part = slice(indices[0], indices[-1] + 1)
             first, end = np.searchsorted(masked, (part.start, part.stop)) * mask_bytes
             sampled = self._sample_part(
-                logits[part], row_ids[part], row_positions[part], needs[part], masks[first:end]
+                logits[part],
+                row_ids[part],
+                row_positions[part],
+                needs[part],
+                masks[first:end],
+                None if contexts is None else contexts[part],
             )
             token_ids.append(sampled.token_ids)
             reports += [(part.start + reported, report) for reported, report in sampled.reports]
         if released:
             self._rows.release(row_ids[masked[list(released)]])
-        return Sampled(token_ids[0] if num_parts == 1 else torch.cat(token_ids), tuple(reports))
+        chosen = token_ids[0] if num_parts == 1 else torch.cat(token_ids)
+        self._count(chosen, row_ids, needs, chains)
+        return Sampled(chosen, tuple(reports))
 
     def _sample_part(
-        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray, masks: bytes
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        positions: IntArray,
+        needs: IntArray,
+        masks: bytes,
+        contexts: IntArray | None,
     ) -> Sampled:
         reported = np.flatnonzero(needs & Need.LOGPROBS)
         # Their log-probabilities are taken from the logits while these are whole.
         raw_logprobs = self._raw_logprobs(logits, rows, reported)
-        scores = self._edited(logits, rows, positions, needs, masks)
+        scores = self._edited(logits, rows, positions, needs, masks, contexts)
         token_ids = self._chosen(scores, rows, positions, needs)
-        self._count(token_ids, rows, needs)
         if raw_logprobs is None:
             return Sampled(token_ids)
         chosen = token_ids[self._uploader.upload(reported)]
@@ -234,7 +258,13 @@ class Sampler:
         )
 
     def _edited(
-        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray, masks: bytes
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        positions: IntArray,
+        needs: IntArray,
+        masks: bytes,
+        contexts: IntArray | None,
     ) -> Tensor:
         edited = np.flatnonzero(needs & Need.EDIT)
         penalized = np.flatnonzero(needs & Need.PENALTY)
@@ -246,9 +276,11 @@ class Sampler:
         if len(edited):
             self._edits.apply(scores, edited, rows[edited], positions[edited])
         if len(penalized):
-            self._penalties.apply(scores, penalized, rows[penalized])
+            before = None if contexts is None else contexts[penalized]
+            self._penalties.apply(scores, penalized, rows[penalized], before)
         if len(worded):
-            self._bad_words.apply(scores, worded, rows[worded])
+            before = None if contexts is None else contexts[worded]
+            self._bad_words.apply(scores, worded, rows[worded], before)
         if len(masked):
             apply_masks(scores, masked, masks)
         return scores
@@ -273,14 +305,22 @@ class Sampler:
             token_ids[self._uploader.upload(indices)] = part
         return token_ids
 
-    def _count(self, token_ids: Tensor, rows: IntArray, needs: IntArray) -> None:
+    def _count(
+        self, token_ids: Tensor, rows: IntArray, needs: IntArray, chains: Chains | None
+    ) -> None:
+        """Record the tokens that follow the drafts that were right."""
         penalized = np.flatnonzero(needs & Need.PENALTY)
-        if len(penalized):
-            chosen = token_ids[self._uploader.upload(penalized)]
-            self._penalties.count(rows[penalized], chosen)
         worded = np.flatnonzero(needs & Need.BAD_WORDS)
+        if not (len(penalized) or len(worded)):
+            return
+        chains = chains or Chains(np.full(len(rows), -1))
+        accepted = chains.accepted(token_ids)
+        if len(penalized):
+            chosen = accepted[self._uploader.upload(penalized)]
+            self._penalties.count(rows[penalized], chosen)
         if len(worded):
-            self._bad_words.append(rows[worded], token_ids[self._uploader.upload(worded)])
+            chosen = accepted[self._uploader.upload(worded)]
+            self._bad_words.append(rows[worded], chosen, chains.of(worded))
 
 
 def _fastest_choice(uploader: Uploader) -> Choice:

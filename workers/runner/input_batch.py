@@ -53,6 +53,9 @@ class StepInputs:
     """Positions of the sampled tokens, as `sampled_rows`."""
     sampled_places: tuple[torch.Tensor, torch.Tensor]
     """The same rows and positions on the device, `[num_sampled]` int64 each."""
+    draft_ids: _Ints | None = None
+    """The token of each sampled row that is a draft, -1 for others, as `sampled_rows`; None without
+    drafts."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
     segments: Segments | None = None
     """The tokens of each sequence by row, for models with states."""
@@ -111,12 +114,27 @@ class InputBatch:
         for chunk in plan.chunks:
             if chunk.new_block_ids:
                 self._append_blocks(chunk.row, chunk.new_block_ids)
-        if plan.decodes.growing_rows:
+        if plan.decodes.draft_ids:
+            self._apply_chains(plan.decodes)
+        elif plan.decodes.growing_rows:
             rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
             ends = self._num_entries[rows]
             blocks = np.frombuffer(plan.decodes.new_block_ids, np.int32)
             self._block_tables[:, rows, ends] = blocks.reshape(len(rows), -1).T
             self._num_entries[rows] = ends + 1
+
+    def _apply_chains(self, decodes: Decodes) -> None:
+        """Append the blocks of decodes with chains, and write the drafts to the token table."""
+        growing_rows = np.frombuffer(decodes.growing_rows, np.int32).tolist()
+        blocks = np.frombuffer(decodes.new_block_ids, np.int32)
+        entries = blocks.reshape(-1, len(self._windows)).tolist()
+        for row, entry in zip(growing_rows, entries, strict=True):
+            self._append_blocks(row, entry)
+        draft_ids = _draft_ids(decodes)
+        is_draft = draft_ids >= 0
+        rows, positions = np.frombuffer(decodes.rows + decodes.positions, np.int32).reshape(2, -1)
+        places = np.stack((rows, positions, draft_ids))[:, is_draft]
+        self._table.write(*places.astype(np.int64))
 
     def first_rows(self, plan: StepPlan) -> list[int]:
         """Return the rows of which a step computes the first token of their sequences."""
@@ -184,6 +202,7 @@ class InputBatch:
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             sampled_places=(device_rows, device_places),
+            draft_ids=_sampled_draft_ids(plan.decodes, len(sampled_rows)),
             prompt_chunks=tuple(chunks),
             segments=_segments(segments, int(num_tokens.max())),
         )
@@ -208,6 +227,7 @@ class InputBatch:
             sampled_rows=rows,
             sampled_positions=ends,
             sampled_places=(device_rows, device_ends),
+            draft_ids=_sampled_draft_ids(decodes, len(rows)),
             segments=_segments(segments, 1),
         )
 
@@ -357,6 +377,22 @@ def _segments(parts: Sequence[torch.Tensor], max_query_len: int) -> Segments | N
         return None
     rows, starts = parts
     return Segments(query_starts=starts.int(), rows=rows.int(), max_query_len=max_query_len)
+
+
+def _draft_ids(decodes: Decodes) -> _Ints:
+    """Return the token of each decode that is a draft, and -1 for others."""
+    rows = np.frombuffer(decodes.rows, np.int32)
+    draft_ids = np.full(len(rows), -1)
+    draft_ids[1:][rows[1:] == rows[:-1]] = np.frombuffer(decodes.draft_ids, np.int32)
+    return draft_ids
+
+
+def _sampled_draft_ids(decodes: Decodes, num_sampled: int) -> _Ints | None:
+    """Return `StepInputs.draft_ids`; decodes are the last of the sampled rows."""
+    if not decodes.draft_ids:
+        return None
+    draft_ids = _draft_ids(decodes)
+    return np.concatenate((np.full(num_sampled - len(draft_ids), -1), draft_ids))
 
 
 def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, _Flags]:

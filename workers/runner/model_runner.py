@@ -127,7 +127,9 @@ class ModelRunner:
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
         if logits.is_sharded and not self._sampler.needs_whole(rows, positions):
             return lambda _: self._sampler.sample_sharded(logits, rows, positions)
-        sample = partial(self._sampler.sample, logits.whole(), rows, positions)
+        sample = partial(
+            self._sampler.sample, logits.whole(), rows, positions, draft_ids=inputs.draft_ids
+        )
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 
     def _sample(self, inputs: StepInputs, choose: Sample, masks: StepMasks | None) -> Sampled:

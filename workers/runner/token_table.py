@@ -86,6 +86,14 @@ class TokenTable:
             else:
                 self._tokens[row, : len(part)] = part
 
+    def write(self, rows: _Ints, positions: _Ints, token_ids: _Ints) -> None:
+        """Write tokens to their places, each `[num_tokens]` int64."""
+        written = torch.empty((3, len(rows)), dtype=torch.int64, device=self._device)
+        with self._prompts.next_buffer(written.numel()) as words:
+            words.numpy()[:] = np.concatenate((rows, positions, token_ids))
+            copy_from_host(written.view(-1), words)
+        self._tokens[written[0], written[1]] = written[2]
+
     def begin_step(
         self, rows: _Ints, positions: _Ints, *others: _Ints
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadWords",
+    "Chains",
     "LogitEdits",
     "Penalties",
     "apply_masks",
@@ -43,6 +44,51 @@ _ADDED = np.where(
     np.float32(0.0),
     np.float32(-np.inf),
 )
+
+
+class Chains:
+    """The drafts among sampled rows: a row with a draft continues the chain of the row before it.
+
+    The state of a row ends before the first token of its chain.
+    """
+
+    def __init__(self, draft_ids: IntArray) -> None:
+        """`draft_ids` is `[num_rows]`: the token of each row that is a draft, -1 for others."""
+        self._draft_ids = draft_ids
+        order = np.arange(len(draft_ids))
+        self.firsts = np.flatnonzero(draft_ids < 0)
+        """The index of the first row of each chain; other rows are chains of their own."""
+        self.lengths = np.diff(self.firsts, append=len(draft_ids))
+        self.depths = order - np.repeat(self.firsts, self.lengths)
+        """The number of drafts up to each row, in its chain."""
+
+    def of(self, indices: IntArray) -> Chains:
+        """Return some of the chains, each whole."""
+        return Chains(self._draft_ids[indices])
+
+    def contexts(self) -> IntArray | None:
+        """Return the drafts up to each row in its chain, `[num_rows, most]`, then -1.
+
+        None without drafts.
+        """
+        most = int(self.depths.max())
+        if not most:
+            return None
+        offsets = np.arange(most)
+        places = np.arange(len(self.depths)) - self.depths + 1
+        found = self._draft_ids[np.minimum(places[:, None] + offsets, len(self.depths) - 1)]
+        return np.where(offsets < self.depths[:, None], found, -1)
+
+    def accepted(self, token_ids: Tensor) -> Tensor:
+        """Return the sampled tokens of all rows, and -1 behind the first wrong draft of a chain."""
+        if len(self.firsts) == len(self._draft_ids):
+            return token_ids
+        draft_ids = upload(self._draft_ids, token_ids.device)
+        is_wrong = draft_ids.ge(0)
+        is_wrong[1:] &= draft_ids[1:] != token_ids[:-1]
+        num_wrong = is_wrong.cumsum(0)
+        before = num_wrong[upload(np.repeat(self.firsts, self.lengths), token_ids.device)]
+        return token_ids.masked_fill(num_wrong > before, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,22 +225,43 @@ class BadWords:
         if self._words_by_row.pop(row, None) is not None:
             self._words = None
 
-    def apply(self, scores: Tensor, indices: IntArray, rows: IntArray) -> None:
-        """Forbid the ends of words in `scores[indices]`, which belong to these rows, in place."""
+    def apply(
+        self, scores: Tensor, indices: IntArray, rows: IntArray, contexts: IntArray | None = None
+    ) -> None:
+        """Forbid the ends of words in `scores[indices]`, which belong to these rows, in place.
+
+        `contexts` has the drafts before each score, as `Chains.contexts` returns them.
+        """
         words = self._words_of(rows)
-        is_begun = (words.beginnings == _ANY) | (words.beginnings == self._last_tokens[words.rows])
+        if contexts is None:
+            last_tokens = self._last_tokens[words.rows]
+        else:
+            last_tokens = self._last_tokens_after(rows, contexts)[words.owners]
+        is_begun = (words.beginnings == _ANY) | (words.beginnings == last_tokens)
         # Adding -inf, rather than writing it, keeps a NaN visible.
         added = torch.zeros(len(words.last_ids), device=self._device)
         added.masked_fill_(is_begun.all(1), -torch.inf)
         where = (upload(indices, self._device)[words.owners], words.last_ids)
         scores.index_put_(where, added, accumulate=True)
 
-    def append(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Record the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
-        row_ids = upload(rows, self._device)
-        before, token_ids = self._last_tokens[row_ids], token_ids.unsqueeze(1).int()
-        after = torch.cat((before[:, 1:], token_ids), dim=1)
-        self._last_tokens[row_ids] = torch.where(token_ids >= 0, after, before)
+    def append(self, rows: IntArray, token_ids: Tensor, chains: Chains) -> None:
+        """Record the tokens just accepted for these rows, `[num_rows]`; -1 is none."""
+        row_ids = upload(rows[chains.firsts], self._device)
+        offsets = np.arange(chains.lengths.max())
+        places = np.minimum(chains.firsts[:, None] + offsets, len(rows) - 1)
+        is_other = upload(offsets >= chains.lengths[:, None], self._device)
+        added = token_ids[upload(places, self._device)].masked_fill(is_other, _NONE).int()
+        tokens = torch.cat((self._last_tokens[row_ids], added), dim=1)
+        first = (added >= 0).sum(1, keepdim=True)
+        columns = first + torch.arange(_LENGTH, device=self._device)
+        self._last_tokens[row_ids] = tokens.gather(1, columns)
+
+    def _last_tokens_after(self, rows: IntArray, contexts: IntArray) -> Tensor:
+        """Return the last tokens of outputs with these drafts, `[num_rows, _LENGTH]`."""
+        state = self._last_tokens[upload(rows, self._device)]
+        tokens = torch.cat((state, upload(contexts.astype(np.int32), self._device)), dim=1)
+        columns = (contexts >= 0).sum(1)[:, None] + np.arange(_LENGTH)
+        return tokens.gather(1, upload(columns, self._device))
 
     def _words_of(self, rows: IntArray) -> _Words:
         key = rows.tobytes()
@@ -254,20 +321,37 @@ class Penalties:
             output_ids, times = np.unique(output_ids, return_counts=True)
             counts[upload(output_ids, self._device)] = upload(times.astype(np.int32), self._device)
 
-    def apply(self, scores: Tensor, indices: IntArray, rows: IntArray) -> None:
-        """Penalize `scores[indices]`, which belong to these rows, in place."""
-        strengths = self._strengths[rows]
-        if self._device.type == "cpu":
-            penalize_seen(scores, indices, self._is_seen, self._output_counts, rows, strengths)
-        else:
-            penalize(scores, indices, self._is_seen, self._output_counts, rows, strengths)
+    def apply(
+        self, scores: Tensor, indices: IntArray, rows: IntArray, contexts: IntArray | None = None
+    ) -> None:
+        """Penalize `scores[indices]`, which belong to these rows, in place.
+
+        `contexts` has the drafts before each score, as `Chains.contexts` returns them.
+        """
+        if contexts is not None:
+            # A draft without a logit is never accepted.
+            contexts = np.where(contexts < self._vocab_size, contexts, -1)
+        penalize_rows = penalize_seen if self._device.type == "cpu" else penalize
+        penalize_rows(
+            scores,
+            indices,
+            self._is_seen,
+            self._output_counts,
+            rows,
+            self._strengths[rows],
+            contexts,
+        )
 
     def count(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Count the tokens just sampled for these rows, `[num_rows]`; -1 is none."""
+        """Count the tokens just accepted for these rows, `[num_rows]`; -1 is none.
+
+        A row may occur several times.
+        """
         slots = upload(rows, self._device)
         is_token, token_ids = token_ids >= 0, token_ids.clamp(min=0)
-        self._output_counts[slots, token_ids] += is_token
-        self._is_seen[slots, token_ids] |= is_token
+        places = slots * self._vocab_size + token_ids
+        self._output_counts.view(-1).index_add_(0, places, is_token.int())
+        self._is_seen[slots, token_ids] |= self._output_counts[slots, token_ids] > 0
 
     def _zeros(self, num_rows: int, dtype: torch.dtype) -> Tensor:
         # Made in inference mode, it could not be written to outside of it.
@@ -287,18 +371,25 @@ def penalize(
     output_counts: Tensor,
     slots: IntArray,
     strengths: Strengths,
+    contexts: IntArray | None = None,
 ) -> None:
     """Penalize `scores[indices]` by these slots of the counts, in place, on any device.
 
-    `strengths` is `[num_indices, 3]`: repetition, presence, frequency.
+    `strengths` is `[num_indices, 3]`: repetition, presence, frequency. `contexts` has tokens that
+    follow the counted tokens, `[num_indices, most]`; -1 is none.
     """
     # [num_indices, 1] each.
     repetition, presence, frequency = upload(strengths, scores.device).unsqueeze(-1).unbind(1)
     index, slot = upload(np.stack((indices, slots)), scores.device)
-    penalized, counts = scores[index], output_counts[slot]
+    penalized, counts, seen = scores[index], output_counts[slot], is_seen[slot]
+    if contexts is not None:
+        owners, places = np.nonzero(contexts >= 0)
+        owner, token = upload(np.stack((owners, contexts[owners, places])), scores.device)
+        counts.view(-1).index_add_(0, owner * counts.shape[1] + token, torch.ones_like(owner).int())
+        seen[owner, token] = True
     if (strengths[:, 0] != 1.0).any():
         weakened = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
-        penalized = torch.where(is_seen[slot], weakened, penalized)
+        penalized = torch.where(seen, weakened, penalized)
     if strengths[:, 1].any():
         penalized -= (counts > 0) * presence
     if strengths[:, 2].any():
@@ -313,13 +404,20 @@ def penalize_seen(
     output_counts: Tensor,
     slots: IntArray,
     strengths: Strengths,
+    contexts: IntArray | None = None,
 ) -> None:
     """Do the same on the CPU, in time that is proportional to the number of tokens seen."""
     score_rows, seen_rows, count_rows = scores.numpy(), is_seen.numpy(), output_counts.numpy()
-    for index, slot, strength in zip(indices.tolist(), slots.tolist(), strengths, strict=True):
-        repetition, presence, frequency = strength
-        ids = np.flatnonzero(seen_rows[slot])
-        values, counts = score_rows[index, ids], count_rows[slot, ids].astype(np.float32)
+    for place, (index, slot) in enumerate(zip(indices.tolist(), slots.tolist(), strict=True)):
+        repetition, presence, frequency = strengths[place]
+        seen, output = seen_rows[slot], count_rows[slot]
+        if contexts is not None:
+            context = contexts[place][contexts[place] >= 0]
+            seen, output = seen.copy(), output.copy()
+            seen[context] = True
+            np.add.at(output, context, 1)
+        ids = np.flatnonzero(seen)
+        values, counts = score_rows[index, ids], output[ids].astype(np.float32)
         # An extreme penalty makes the scores of its own row infinite, which -1 reports.
         with np.errstate(all="ignore"):
             values = np.where(values > 0, values / repetition, values * repetition)

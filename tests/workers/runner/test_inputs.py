@@ -21,6 +21,7 @@ from workers.runner.model_runner import Prompts
 from workers.runner.token_table import TokenTable
 
 PROMPTS = {3: [11, 12, 13], 0: [21, 22], 2: [31, 32, 33, 34]}
+GREEDY = SamplingParams(temperature=0.0)
 NUM_ROWS, MAX_MODEL_LEN = 7, 30
 NUM_ROWS_AT_RANDOM, MAX_LEN = 6, 40
 Place = tuple[int, int]
@@ -71,6 +72,40 @@ def test_decodes_give_the_inputs_of_chunks_of_one_token() -> None:
         [4, 5, 10, 12],
         [8, 9, 0, 0],
     ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chains_are_decodes_of_their_drafts(device: str) -> None:
+    table = TokenTable(
+        max_num_rows=4, max_model_len=16, max_num_tokens=16, device=torch.device(device)
+    )
+    batch = InputBatch(table, max_num_rows=4, max_model_len=16, block_size=2, replays_decodes=True)
+    starts = [
+        SequenceStart(row, pack_token_ids([9, row, 8]), 3, [2 * row, 2 * row + 1], GREEDY, 0, 0)
+        for row in range(4)
+    ]
+    # Row 2 has four drafts and two more blocks, row 0 has a draft; a prompt comes first.
+    chunk = SequencePlan(3, 0, 3, True)
+    decodes = Decodes.pack(
+        [1, 2, 2, 2, 2, 2, 0, 0], [2, 2, 3, 4, 5, 6, 2, 3], [2, 2], [10, 11], [21, 22, 23, 24, 25]
+    )
+    for chunks in ([], [chunk]):
+        plan = StepPlan(0, chunks, starts, decodes)
+        batch.apply_plan(plan)
+        inputs = batch.prepare_inputs(plan)
+        first = 3 * len(chunks)
+        assert inputs.token_ids.tolist()[first:] == [8, 8, 21, 22, 23, 24, 8, 25]
+        assert inputs.positions.tolist()[first:] == [2, 2, 3, 4, 5, 6, 2, 3]
+        assert inputs.attention.slot_mapping.tolist()[first:] == [6, 10, 11, 20, 21, 22, 2, 3]
+        assert inputs.draft_ids is not None
+        assert inputs.draft_ids.tolist()[len(chunks) :] == [-1, -1, 21, 22, 23, 24, -1, 25]
+        assert len(inputs.draft_ids) == len(inputs.sampled_rows)
+        batch.append_sampled(inputs, torch.arange(50, 50 + len(inputs.sampled_rows), device=device))
+        assert next(one.new_block_ids for one in plan.sequences if one.row == 2) == (10, 11)
+    # The row goes on behind its second draft; later tokens are overwritten.
+    plan = StepPlan(1, [], decodes=Decodes.pack([2, 2], [4, 5], draft_ids=[31]))
+    batch.apply_plan(plan)
+    assert batch.prepare_inputs(plan).token_ids.tolist() == [53, 31]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,7 @@
 """Penalties, biases, min_tokens and allowed tokens, as Transformers defines them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +83,24 @@ def test_penalizing_what_was_seen_is_penalizing_all() -> None:
     penalize_seen(scores, indices, is_seen, counts, slots, strengths)
     torch.testing.assert_close(scores, expected)
     assert (expected != make_logits(5)).any(dim=1).tolist() == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("kernel", [penalize, penalize_seen])
+def test_drafts_are_penalized_as_counted_tokens_are(kernel: Callable[..., None]) -> None:
+    counts = torch.zeros(3, VOCAB_SIZE, dtype=torch.int32)
+    counts[1, 7] = 2
+    is_seen = counts > 0
+    strengths = np.array([[1.3, 0.5, 0.25], [1.0, -0.5, 0.0], [0.7, 0.0, 1.0]], dtype=np.float32)
+    indices, slots = np.array([4, 0, 2]), np.array([1, 2, 0])
+    contexts = np.array([[7, 7, 9], [3, -1, -1], [7, 60, 7]])
+    scores, expected = make_logits(5), make_logits(5)
+    kernel(scores, indices, is_seen, counts, slots, strengths, contexts)
+    for slot, context in zip(slots, contexts, strict=True):
+        for token_id in context[context >= 0]:
+            counts[slot, token_id] += 1
+            is_seen[slot, token_id] = True
+    penalize_seen(expected, indices, is_seen, counts, slots, strengths)
+    torch.testing.assert_close(scores, expected)
 
 
 @pytest.mark.parametrize("strength", [0.01, 100.0])
