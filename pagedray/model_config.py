@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagedray.errors import StartupError
-from pagedray.weight_format import CacheScales, Quantization
+from pagedray.weight_format import MXFP4_BLOCK_SIZE, CacheScales, Quantization, WeightFormat
 
 __all__ = [
     "Activation",
@@ -182,6 +182,11 @@ class TensorNames:
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
 
+    def expert_layers(self, prefix: str) -> list[str]:
+        """Return the names of the linear layers of expert 0 in the decoder layer `prefix`."""
+        tensors = (*self.expert_input, self.expert_output)
+        return [f"{prefix}.{name}".format(0).removesuffix(".weight") for name in tensors]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedGate:
@@ -244,6 +249,15 @@ class ExpertsConfig:
     def num_inputs(self) -> int:
         """The projections that read an expert's input: gate and up projection, or the latter."""
         return 1 if self.activation == "relu2" else 2
+
+    def column_step(self, format: WeightFormat | None) -> int:
+        """Return a number of columns, of which the part of a rank is a multiple.
+
+        `format` is that of the projections, or None for plain weights and mxfp4.
+        """
+        if self.is_mxfp4:
+            return MXFP4_BLOCK_SIZE
+        return 1 if format is None else format.in_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def _make_model(name: str) -> Any:  # Any: transformers has no types
     model_type = case.pop("model_type")
     # Families with ALiBi have none of these.
     if model_type not in ("bloom", "mpt"):
-        case["intermediate_size"] = 84
+        case.setdefault("intermediate_size", 84)
         case["num_key_value_heads"] = kv_heads
         case["max_position_embeddings"] = 64
     case |= {

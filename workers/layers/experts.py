@@ -24,7 +24,7 @@ from workers.layers.expert_product import (
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import BLOCK_BYTES, Mxfp4Matrix
 from workers.layers.linear import ColumnParallelLinear, Columns
-from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, part_of
+from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, part_of, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
 
     def weight_work(self) -> WeightWork:
         tensors = self._tensors
-        # The ranks have as many experts each, or as much of each.
+        # The part of experts that a rank has as a whole.
         part = len(tensors.experts) / self._num_experts
         size = self._hidden_size * tensors.intermediate_size
         work = self._router.weight_work() + WeightWork(
@@ -165,13 +165,12 @@ def _make_router(
 
 def _fp8_format(prefix: str, names: TensorNames, quantization: Quantization) -> Fp8Format | None:
     """Return the format of weights in fp8, or None for plain weights. Raises CheckpointError."""
-    tensors = [f"{prefix}.{name}" for name in (*names.expert_input, names.expert_output)]
-    layers = [name.format(0).removesuffix(".weight") for name in tensors]
+    layers = names.expert_layers(prefix)
     format = quantization.format_of(layers)
     if format is None:
         return None
     assert isinstance(format, Fp8Format)
-    if tensors[0].format(0) == tensors[0]:
+    if names.expert_output.format(0) == names.expert_output:
         raise CheckpointError(
             f"{layers[0]} is a stack of experts in fp8, which is not supported; use a checkpoint "
             "with tensors of single experts."
@@ -207,7 +206,7 @@ class ExpertTensors:
         if config.is_expert_parallel:
             ours = part_of(config.num_experts, group)
         else:
-            part = part_of(config.intermediate_size, group)
+            part = steps_of(config.intermediate_size, config.column_step(self.fp8), group)
         self.experts = range(ours.start, ours.stop)
         """The experts of this rank."""
         self.intermediate_size = part.stop - part.start

@@ -29,6 +29,7 @@ __all__ = [
     "WeightShard",
     "divided",
     "part_of",
+    "steps_of",
 ]
 
 
@@ -123,3 +124,10 @@ def part_of(size: int, group: ParallelGroup) -> slice:
     local = size // group.size
     assert local * group.size == size
     return slice(group.rank * local, (group.rank + 1) * local)
+
+
+def steps_of(size: int, step: int, group: ParallelGroup) -> slice:
+    """Return this rank's share of `size` in multiples of `step`, about equal on all ranks."""
+    num_steps = -(-size // step)
+    first, end = (num_steps * rank // group.size for rank in (group.rank, group.rank + 1))
+    return slice(first * step, min(size, end * step))

@@ -201,6 +201,22 @@ def test_blocks_of_experts_in_fp8_equal_what_they_stand_for(name: str, tmp_path:
     )
 
 
+def test_ranks_have_whole_blocks_of_experts_in_fp8(tmp_path: Path) -> None:
+    folder, quantized, dequantized = (tmp_path / part for part in ("plain", "fp8", "exact"))
+    save_checkpoint("mixtral-window", folder)
+    # An expert has two blocks and a part of the third; one rank has the first, one the others.
+    kept = ["gate", "q_proj", "k_proj", "v_proj", "o_proj"]
+    save_fp8_blocks(folder, quantized, dequantized, 32, kept=kept)
+    config = read_model_config(quantized)
+    check_parallel(config, 2)
+    group = SoloGroup()
+    expected = run(loaded_model(dequantized, group), group)
+    for logits in on_two_ranks(lambda group: run(loaded_model(quantized, group), group)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(StartupError, match=r"3 blocks of 32 columns .* use at most 3"):
+        check_parallel(config, 6)
+
+
 INT4_METHODS: dict[str, tuple[Int4Format, dict[str, Any]]] = {
     "gptq": (
         Int4Format(packing="gptq", group_size=32, zero_offset=1),

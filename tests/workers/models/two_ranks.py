@@ -1,4 +1,4 @@
-"""Two ranks in one process."""
+"""Several ranks in one process."""
 
 import socket
 from collections.abc import Callable
@@ -16,16 +16,21 @@ T = TypeVar("T")
 
 
 def on_two_ranks(run: Callable[[ParallelGroup], T]) -> list[T]:
-    """Return what each of two ranks returns; they are threads, each with a group of its own."""
+    """Return the result of each of two ranks."""
+    return on_ranks(2, run)
+
+
+def on_ranks(size: int, run: Callable[[ParallelGroup], T]) -> list[T]:
+    """Return the result of each rank; ranks are threads, each with a group of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
     def run_rank(rank: int) -> T:
-        with join_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
+        with join_group(rank, size, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
             result = run(group)
             group.barrier()
             return result
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run_rank, range(2)))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run_rank, range(size)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
 from pagedray.files import has_file, has_folder
-from pagedray.weight_format import MXFP4_BLOCK_SIZE, Int4Format, Quantization
+from pagedray.weight_format import Int4Format, Quantization
 from workers.models.config_json.config_file import ConfigFile, check_all_read
 from workers.models.config_json.family import Family, model_dtype
 from workers.models.config_json.quantization import read_quantization, with_quantization
@@ -176,7 +176,7 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
                 "multiple of the other."
             )
     if model.experts is not None:
-        _check_experts(model.experts, num_ranks)
+        _check_experts(model, model.experts, num_ranks)
     if model.has_dense_layers and model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
     check_cuts(model, num_ranks)
@@ -196,19 +196,32 @@ def _check_recurrent(model: ModelConfig, recurrent: RecurrentConfig, num_ranks: 
             raise _not_divisible(what, size, num_ranks)
 
 
-def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:
+def _check_experts(model: ModelConfig, experts: ExpertsConfig, num_ranks: int) -> None:
+    size = experts.intermediate_size
     if experts.is_expert_parallel:
         if experts.num_experts % num_ranks:
             raise _not_divisible("experts", experts.num_experts, num_ranks)
-    elif experts.is_mxfp4 and experts.intermediate_size % (num_ranks * MXFP4_BLOCK_SIZE):
-        blocks = experts.intermediate_size // MXFP4_BLOCK_SIZE
-        raise _not_divisible(
-            f"blocks of {MXFP4_BLOCK_SIZE} columns of each expert in mxfp4", blocks, num_ranks
-        )
-    elif experts.intermediate_size % num_ranks:
-        raise _not_divisible("columns of each expert", experts.intermediate_size, num_ranks)
+    elif (step := _column_step(model, experts)) > 1:
+        if (num_blocks := -(-size // step)) < num_ranks:
+            raise StartupError(
+                f"{num_blocks} blocks of {step} columns of each expert cannot be sharded over "
+                f"{num_ranks} ranks; use at most {num_blocks}, or enable_expert_parallel."
+            )
+    elif size % num_ranks:
+        raise _not_divisible("columns of each expert", size, num_ranks)
     if experts.shared_size is not None and experts.shared_size % num_ranks:
         raise _not_divisible("columns of the shared MLP", experts.shared_size, num_ranks)
+
+
+def _column_step(model: ModelConfig, experts: ExpertsConfig) -> int:
+    """Return the number of columns of an expert that ranks do not divide, in any layer."""
+    quantization, names = model.quantization, model.names
+    if quantization is None:
+        return experts.column_step(None)
+    layers = (i for i in range(model.num_layers) if model.experts_of(i) is not None)
+    prefixes = map(names.decoder_layer.format, layers)
+    formats = (quantization.format_of(names.expert_layers(prefix)) for prefix in prefixes)
+    return max(map(experts.column_step, formats), default=1)
 
 
 def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
@@ -349,11 +362,13 @@ def check_cuts(model: ModelConfig, num_ranks: int) -> None:
         return
     names = model.names
     for index in range(model.num_layers):
-        layers = (
-            (names.attention_output, model.num_heads * model.heads_of(index).head_size),
-            (names.mlp_output, model.mlp_size(index)),
-        )
-        for output, in_size in layers:
+        experts = model.experts_of(index)
+        layers = {names.attention_output: model.num_heads * model.heads_of(index).head_size}
+        if experts is None or model.has_side_experts:
+            layers[names.mlp_output] = model.mlp_size(index)
+        elif experts.shared_size is not None:
+            layers[names.shared_output] = experts.shared_size
+        for output, in_size in layers.items():
             name = f"{names.decoder_layer.format(index)}.{output}"
             format = model.quantization.format_of([name])
             if isinstance(format, Int4Format) and format.is_ordered and num_ranks > 1:
