@@ -16,6 +16,8 @@ READ_BYTES_PER_S = 4.19e12
 FLOP_PER_S = 792e12
 MARKER = "spin_kernel"
 GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
+_OTHER_LAYERS = ("linear_num_key_heads", "conv_L_cache", "mamba_num_heads")
+"""Fields of shapes with recurrent layers."""
 NOT_GEMM = re.compile(r"reduce|flash|attention|prefill|decode", re.IGNORECASE)
 
 
@@ -96,7 +98,7 @@ class Account:
     wall_us: float
     """Between steps without the profiler, median."""
     roof_us: float
-    """The least time of such a step, by the weights, keys and values that it reads."""
+    """The least time of such a step, by the weights, states, keys and values that it moves."""
     share_of_roof: float
     tokens_per_s: float
     span_us: float | None
@@ -155,7 +157,10 @@ def split_steps(launches: list[Launch]) -> list[list[Launch]]:
 
 
 def step_roof_us(roofline: RankRoofline, num_rows: int, context: int) -> float:
-    """Return the time to read weights, keys and values, or to multiply by the weights if longer."""
+    """Return the time to read weights, or to multiply by them if longer, then the memory of rows.
+
+    A row reads its keys and values, and reads and writes its states.
+    """
     dense, sampled, experts = roofline.weights, roofline.sampled, roofline.experts
     part = 0.0 if experts is None else experts.expected_part(num_rows)
     num_bytes = float(dense.num_bytes + sampled.num_bytes)
@@ -164,15 +169,18 @@ def step_roof_us(roofline: RankRoofline, num_rows: int, context: int) -> float:
     cached = sum(
         one.token_bytes * min(context, one.window or context) for one in roofline.attention
     )
+    row_bytes = cached + 2 * roofline.state_bytes
     weights_s = max(num_bytes / READ_BYTES_PER_S, flop / FLOP_PER_S)
-    return (weights_s + num_rows * cached / READ_BYTES_PER_S) * 1e6
+    return (weights_s + num_rows * row_bytes / READ_BYTES_PER_S) * 1e6
 
 
 def gemm_shapes(
     shape: dict[str, Any],  # Any: JSON values
     num_rows: int,
 ) -> list[Gemm]:
-    """Return the GEMMs of a step with MLPs, in their order."""
+    """Return the GEMMs of a step of attention and MLPs, in their order; none of other layers."""
+    if any(key in shape for key in _OTHER_LAYERS):
+        return []
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     num_layers = shape["num_hidden_layers"]
     gemms = []
