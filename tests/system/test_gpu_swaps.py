@@ -64,7 +64,7 @@ class Mapper:
         self._memory = memory
 
     def map_pool(
-        self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype, *, groups: None
+        self, num_blocks: int, block_shape: Sequence[int], dtype: torch.dtype, **_layout: object
     ) -> MappedPool:
         num_bytes = num_blocks * math.prod(block_shape) * dtype.itemsize
         return MappedPool(self._memory.address, num_bytes=num_bytes, origin=b"o" * 32)
