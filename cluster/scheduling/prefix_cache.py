@@ -328,11 +328,11 @@ class PrefixCache:
             num_tokens = sequence.num_computed
         blocks = sequence.blocks
         num_full, index = num_tokens // self.block_size, blocks.num_registered
-        is_uniform, key_at = self._groups.is_uniform, self.key_at
+        is_uniform = self._groups.is_uniform
         while index < num_full:
             if not is_uniform:
                 self._register_entry(sequence, index)
-            elif device.add_block(key_at(sequence, index), blocks.ids[index]) and (
+            elif device.add_block(self.key_at(sequence, index), blocks.ids[index]) and (
                 index < blocks.num_verified
             ):
                 device.mark_verified((blocks.ids[index],))
