@@ -6,6 +6,8 @@ Each rank is a process with a GPU of its own. A CUDA graph runs 64 of them in a 
 step of 32 layers does; the figure is the median time of a replay over 64. NCCL's all-reduce is
 followed by the kernel that adds and norms; the one-shot kernel does all of it. It is measured once
 more with a rank that begins each replay late, on that rank: waits must not delay what is awaited.
+The errors are those of sums of random rows against float64. With more than two ranks, the kernel
+also takes more rows here than in an engine, to show from how many on NCCL is faster.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 
 from attention.kernels.triton.norm_rope import add_norm
 from bench.engine import write_results
+from workers.parallel import all_reduce
 from workers.parallel.peer_memory import RowShape
 from workers.parallel.process_group import make_group
 from workers.parallel.rendezvous import LOOPBACK
@@ -37,6 +40,7 @@ NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_IN_GRAPH = 64
 NUM_REPLAYS = 30
 EPS = 1e-5
+ERROR_SEED = 7
 LATE_S = 4e-3
 """How much later than the others rank 0 begins, in the measurement with a late rank."""
 
@@ -49,8 +53,13 @@ class Row:
     num_rows: int
     width: int
     nccl_us: float
+    nccl_error: float
+    """Relative to the sum in float64."""
     one_shot_us: float | None
     """None for more rows than the kernel takes."""
+    one_shot_error: float | None
+    uses_one_shot: bool
+    """Whether an engine sums so many rows by the kernel."""
     late_us: float | None
     """The same on a rank for which the others have waited, once in each replay."""
 
@@ -83,7 +92,10 @@ def main() -> int:
 
 def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
     device, dtype = torch.device("cuda", 0), torch.bfloat16
-    group = make_group(rank, size, device=device, rows=RowShape(width, dtype))
+    shape = RowShape(width, dtype)
+    most_used = all_reduce.most_rows(shape, size)
+    all_reduce.MAX_BYTES = all_reduce.MAX_BYTES_OF_TWO
+    group = make_group(rank, size, device=device, rows=shape)
     group.join((LOOPBACK, port), host=LOOPBACK)
     one_shot, group.one_shot = group.one_shot, None
     if one_shot is None:
@@ -100,8 +112,10 @@ def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
             one_shot.add_norm(stream, delta, weight, None, EPS, is_centered=False)
 
         nccl_us = _replay_us(partial(nccl, stream, delta), group.barrier)
-        one_shot_us = late_us = None
+        nccl_error = _error(group.all_reduce, delta, rank, size)
+        one_shot_us = late_us = one_shot_error = None
         if one_shot.takes(delta):
+            one_shot_error = _error(one_shot.reduce_rows, delta, rank, size)
             one_shot_us = _replay_us(partial(one, stream, delta), group.barrier)
             late_us = _replay_us(
                 partial(one, stream, delta), group.barrier, 0.0 if rank else LATE_S
@@ -111,7 +125,10 @@ def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
             num_rows=num_rows,
             width=width,
             nccl_us=round(nccl_us, 2),
+            nccl_error=nccl_error,
             one_shot_us=None if one_shot_us is None else round(one_shot_us, 2),
+            one_shot_error=one_shot_error,
+            uses_one_shot=num_rows <= most_used,
             late_us=None if late_us is None else round(late_us, 2),
         )
         if rank == 0:
@@ -126,6 +143,23 @@ def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
     group.barrier()
     group.close()
     return found
+
+
+def _error(
+    all_reduce_rows: Callable[[torch.Tensor], torch.Tensor],
+    like: torch.Tensor,
+    rank: int,
+    size: int,
+) -> float:
+    """Return the relative error of a sum of random rows; all ranks can make the rows of all."""
+    parts = []
+    for index in range(size):
+        generator = torch.Generator(like.device).manual_seed(ERROR_SEED + index)
+        rows = torch.randn(like.shape, device=like.device, generator=generator)
+        parts.append(rows.to(like.dtype))
+    exact = sum(part.double() for part in parts)
+    error = all_reduce_rows(parts[rank].clone()).double() - exact
+    return float(f"{float(error.norm() / torch.as_tensor(exact).norm()):.2e}")
 
 
 def _replay_us(run: Callable[[], None], barrier: Callable[[], None], late_s: float = 0.0) -> float:

@@ -7,7 +7,8 @@ outputs have a fixed length. Each combination of backend and executor runs in a 
 and starts with free memory. `latency` is the time of one request over its tokens; `throughput` is
 the generated tokens of all requests over the time of the call; `mixed` is the same for prompts and
 outputs of many lengths, so that prompts join a running batch; `prefill` is prompt tokens over the
-time of a call for one token each.
+time of a call for one token each. `sampled` is `throughput` of the most requests with a temperature
+of 0.7, and `prefix` that of requests with common prefixes, which `--prefix-cache` keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import itertools
 import multiprocessing
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +46,8 @@ def main() -> int:
     parser.add_argument(
         "--workload",
         action="append",
-        choices=["latency", "throughput", "mixed", "prefill"],
-        help="repeatable (all)",
+        choices=["latency", "throughput", "mixed", "prefill", "sampled", "prefix"],
+        help="repeatable (the first four)",
     )
     parser.add_argument("--max-num-seqs", type=int, help="(as the engine chooses)")
     parser.add_argument("--max-num-batched-tokens", type=int, help="(as the engine chooses)")
@@ -74,15 +76,16 @@ def main() -> int:
         )
         process.start()
         sender.close()
-        try:
-            rows += receiver.recv()
-        except EOFError:
-            print(f"{backend} on {executor} ended without results.", file=sys.stderr)
+        # A run that is interrupted leaves the rows of the workloads before.
+        with suppress(EOFError):
+            while True:
+                rows.append(receiver.recv())
+                if options.output is not None:
+                    write_results(options.output, options.shape, rows=rows)
+        process.join()
+        if process.exitcode:
+            print(f"{backend} on {executor} failed.", file=sys.stderr)
             return 1
-        finally:
-            process.join()
-        if options.output is not None:
-            write_results(options.output, options.shape, rows=rows)
     return 0
 
 

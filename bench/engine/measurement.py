@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.engine.shapes import SHAPES, save_model
-from bench.engine.workloads import MAX_TOKEN_ID, WORKLOADS, Workload
+from bench.engine.workloads import WORKLOADS, Workload
 from pagedray import LLM, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Row", "measure_engine"]
 
 _BLOCK_SIZE = 16
+_DEFAULTS = ("latency", "throughput", "mixed", "prefill")
 _CAPTURES_S = 4.0
 """How long the idle engine has to capture its graphs."""
 
@@ -47,9 +48,9 @@ class Row:
 
 
 def measure_engine(
-    options: argparse.Namespace, backend: str, executor: str, send: Callable[[list[Row]], None]
+    options: argparse.Namespace, backend: str, executor: str, send: Callable[[Row], None]
 ) -> None:
-    """Send a row for each workload."""
+    """Send a row after each workload."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), SHAPES[options.shape])
         started_s = time.perf_counter()
@@ -72,29 +73,26 @@ def measure_engine(
         ) as llm:
             start_s = time.perf_counter() - started_s
             time.sleep(_CAPTURES_S)
-            rows = []
             num_cache_tokens = llm.stats().scheduler.num_blocks * _BLOCK_SIZE
             for workload in WORKLOADS[options.shape]:
-                if options.workload and workload.name not in options.workload:
+                if workload.name not in (options.workload or _DEFAULTS):
                     continue
                 # The first call compiles kernels and allocates buffers.
                 _seconds(llm, workload, seed=0, max_new_tokens=16)
                 times = [_seconds(llm, workload, seed=1 + one) for one in range(options.rounds)]
-                rows.append(
-                    Row(
-                        backend=backend,
-                        executor=executor,
-                        num_ranks=options.num_ranks,
-                        workload=workload,
-                        unit="ms/token" if workload.name == "latency" else "tokens/s",
-                        figure=round(workload.figure(min(times)), 3),
-                        median=round(workload.figure(statistics.median(times)), 3),
-                        start_s=round(start_s, 1),
-                        num_cache_tokens=num_cache_tokens,
-                    )
+                row = Row(
+                    backend=backend,
+                    executor=executor,
+                    num_ranks=options.num_ranks,
+                    workload=workload,
+                    unit="ms/token" if workload.name == "latency" else "tokens/s",
+                    figure=round(workload.figure(min(times)), 3),
+                    median=round(workload.figure(statistics.median(times)), 3),
+                    start_s=round(start_s, 1),
+                    num_cache_tokens=num_cache_tokens,
                 )
-                _print(rows[-1])
-    send(rows)
+                _print(row)
+                send(row)
 
 
 def _seconds(
@@ -102,10 +100,12 @@ def _seconds(
 ) -> float:
     """Return the time of a call. Prompts of other seeds or workloads share no cached block."""
     chance = random.Random(f"{workload} {seed}")
-    lengths = workload.lengths()
-    prompts = [[chance.randrange(2, MAX_TOKEN_ID) for _ in range(size)] for size, _ in lengths]
-    sizes = [min(size, max_new_tokens or size) for _, size in lengths]
-    sampling = [SamplingParams(max_tokens=size, temperature=0.0, ignore_eos=True) for size in sizes]
+    prompts = workload.prompts(chance)
+    sizes = [min(size, max_new_tokens or size) for _, size in workload.lengths()]
+    sampling = [
+        SamplingParams(max_tokens=size, temperature=workload.temperature, ignore_eos=True)
+        for size in sizes
+    ]
     started_s = time.perf_counter()
     generations = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - started_s
@@ -115,7 +115,7 @@ def _seconds(
 
 def _print(row: Row) -> None:
     load = row.workload
-    prompt = statistics.mean(prompt for prompt, _ in load.lengths())
+    prompt = load.num_prefix_tokens + statistics.mean(prompt for prompt, _ in load.lengths())
     new = statistics.mean(new for _, new in load.lengths())
     print(
         f"{row.backend:12} {row.executor:6} {load.name:10} {load.num_requests:4} x "

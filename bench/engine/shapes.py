@@ -211,13 +211,13 @@ _NEMOTRON_3_NANO: dict[str, Any] = {  # Any: JSON values
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Small enough to try the program on a CPU within seconds.
+# Small enough to try the program on a CPU within seconds, with up to eight ranks.
 _SMALL: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 4096,
@@ -261,9 +261,9 @@ _SMALL_NEMOTRON: dict[str, Any] = {  # Any: JSON values
 _SMALL_GPT_OSS: dict[str, Any] = {  # Any: JSON values
     **_GPT_OSS_20B,
     "hidden_size": 256,
-    "intermediate_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "num_local_experts": 8,
     "vocab_size": 4096,

@@ -34,7 +34,24 @@ class Workload:
     name: str
     num_requests: int
     num_prompt_tokens: int | Lengths
+    """After the prefix."""
     num_new_tokens: int | Lengths
+    temperature: float = 0.0
+    num_prefixes: int = 1
+    num_prefix_tokens: int = 0
+    """Of each of these prefixes, which requests have in turn."""
+
+    def prompts(self, chance: random.Random) -> list[list[int]]:
+        """Return random prompts of `lengths`, with their prefixes before them."""
+
+        def token_ids(number: int) -> list[int]:
+            return [chance.randrange(2, MAX_TOKEN_ID) for _ in range(number)]
+
+        prefixes = [token_ids(self.num_prefix_tokens) for _ in range(self.num_prefixes)]
+        return [
+            prefixes[index % self.num_prefixes] + token_ids(size)
+            for index, (size, _) in enumerate(self.lengths())
+        ]
 
     def lengths(self) -> list[tuple[int, int]]:
         """Return prompt tokens and new tokens of each request, the same in every call."""
@@ -69,6 +86,21 @@ _LARGE_WORKLOADS = (
         num_new_tokens=Lengths(log_mean=5.2, log_deviation=0.9, lowest=4, highest=1024),
     ),
     Workload(name="prefill", num_requests=32, num_prompt_tokens=4096, num_new_tokens=1),
+    Workload(
+        name="sampled",
+        num_requests=256,
+        num_prompt_tokens=128,
+        num_new_tokens=512,
+        temperature=0.7,
+    ),
+    Workload(
+        name="prefix",
+        num_requests=512,
+        num_prompt_tokens=64,
+        num_new_tokens=64,
+        num_prefixes=16,
+        num_prefix_tokens=2048,
+    ),
 )
 _SMALL_WORKLOADS = (
     Workload(name="latency", num_requests=1, num_prompt_tokens=32, num_new_tokens=32),
@@ -80,6 +112,17 @@ _SMALL_WORKLOADS = (
         num_new_tokens=Lengths(log_mean=3.0, log_deviation=0.9, lowest=4, highest=64),
     ),
     Workload(name="prefill", num_requests=4, num_prompt_tokens=512, num_new_tokens=1),
+    Workload(
+        name="sampled", num_requests=16, num_prompt_tokens=32, num_new_tokens=32, temperature=0.7
+    ),
+    Workload(
+        name="prefix",
+        num_requests=16,
+        num_prompt_tokens=16,
+        num_new_tokens=16,
+        num_prefixes=4,
+        num_prefix_tokens=128,
+    ),
 )
 WORKLOADS = {
     name: _SMALL_WORKLOADS if name.startswith("small") else _LARGE_WORKLOADS for name in SHAPES

@@ -295,6 +295,23 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    "truth",
+    [case for case in GPU_CASES if case.name in ("gpt-oss-windows", "gemma4-two-shapes")],
+    indirect=True,
+    ids=lambda case: case.name,
+)
+def test_groups_of_layers_on_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
+    with gpu_llm(
+        truth.folder, executor="ray", tensor_parallel_size=2, block_size=4, num_blocks=1024
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_hit_tokens > 0
+
+
 def test_large_model_loads_and_generates(large_model: Path) -> None:
     run_large(large_model, memory_fraction=0.9)
 

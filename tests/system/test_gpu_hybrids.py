@@ -57,8 +57,9 @@ def prompts() -> list[list[int]]:
 
 
 def gpu_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
-    given = {"max_model_len": LONGEST, "max_num_seqs": 8, "num_blocks": 800}
-    return LLM(folder, executor="local", device="cuda", show_progress=False, **given | options)
+    given: dict[str, Any] = {"max_model_len": LONGEST, "max_num_seqs": 8, "num_blocks": 800}
+    given["executor"] = "local"
+    return LLM(folder, device="cuda", show_progress=False, **given | options)
 
 
 def decoded(llm: LLM, prompts: list[list[int]]) -> Scored:
@@ -119,3 +120,16 @@ def test_preemption_changes_nothing(
             if getattr(stats, f"num_{preemption}_preemptions"):
                 break
     assert getattr(stats, f"num_{preemption}_preemptions") > 0
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_states_on_two_ranks_change_nothing(
+    folder: Path, prompts: list[list[int]], ray_cluster: None
+) -> None:
+    options = {"preemption": "swap", "num_cpu_blocks": 800, "num_blocks": 120}
+    with gpu_llm(folder, executor="ray", tensor_parallel_size=2, **options) as llm:
+        scored = [decoded(llm, prompts) for _ in range(2)]
+        assert llm.stats().scheduler.num_hit_tokens >= 64
+    for one in scored:
+        check(folder, prompts, one)

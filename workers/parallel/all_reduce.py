@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from attention.kernels.triton.received_rows import ReceivedRows
 
-__all__ = ["OneShotAllReduce", "PeerSums"]
+__all__ = ["MAX_BYTES", "MAX_BYTES_OF_TWO", "OneShotAllReduce", "PeerSums", "most_rows"]
 
 logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MAX_BYTES_OF_TWO = 64 * 2**20
+MAX_BYTES_OF_TWO = 64 * 2**20
 """Maximum bytes that each of two ranks sends in one launch; inboxes take twice this memory."""
-_MAX_BYTES = 2 * 2**20
+MAX_BYTES = 2 * 2**20
 """Maximum bytes that each of more ranks sends; beyond it, a ring of NCCL sends fewer."""
 _MAX_ROWS = 8192
 _TRIAL_TIMEOUT_S = 30.0
@@ -69,7 +69,7 @@ class OneShotAllReduce:
             inbox_bytes,
         )
 
-        max_rows = _max_rows(shape, size)
+        max_rows = most_rows(shape, size)
         inbox_size = inbox_bytes(max_rows, shape.width, shape.dtype, size)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._size = size
@@ -103,7 +103,7 @@ class OneShotAllReduce:
     @staticmethod
     def can_sum(shape: RowShape, size: int) -> bool:
         """Return whether rows of this shape can be summed over `size` ranks."""
-        return shape.row_bytes % 4 == 0 and _max_rows(shape, size) > 0
+        return shape.row_bytes % 4 == 0 and most_rows(shape, size) > 0
 
     def connect(self, store: Store, agree: Callable[[bool], bool]) -> bool:
         """Find the other ranks through a store that is new; return whether all ranks can.
@@ -258,9 +258,9 @@ class OneShotAllReduce:
         return False
 
 
-def _max_rows(shape: RowShape, size: int) -> int:
+def most_rows(shape: RowShape, size: int) -> int:
     """Return the most rows that one launch sums over `size` ranks."""
-    max_bytes = _MAX_BYTES_OF_TWO if size == 2 else _MAX_BYTES
+    max_bytes = MAX_BYTES_OF_TWO if size == 2 else MAX_BYTES
     return min(_MAX_ROWS, max_bytes // (shape.row_bytes * (size - 1)))
 
 
