@@ -24,6 +24,7 @@ __all__ = [
     "LayerHeads",
     "LongContext",
     "ModelConfig",
+    "Multipliers",
     "NormKind",
     "RecurrentConfig",
     "RecurrentKind",
@@ -274,7 +275,8 @@ class RecurrentConfig:
     """Tokens that the convolution reads, the current token included."""
     has_conv_bias: bool = False
     has_bias: bool = False
-    """Whether the projections have biases."""
+    """Whether the input projection has biases."""
+    has_output_bias: bool = False
     num_key_heads: int = 0
     """Number of heads of queries and keys, of which adjacent heads of values share one."""
     num_value_heads: int = 0
@@ -284,6 +286,25 @@ class RecurrentConfig:
     """Whether a checkpoint has one tensor of all projections, grouped by key heads."""
     matrix_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the matrices."""
+    scan_norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    """The norm of the results of a selective scan, relative to their gate; None is no norm."""
+    is_beside_attention: bool = False
+    """Whether these layers have attention too, which reads the same rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """Factors of inputs and outputs of linear layers, as in muP; weights are loaded with them."""
+
+    attention_input: float = 1.0
+    attention_output: float = 1.0
+    recurrent_input: float = 1.0
+    recurrent_output: float = 1.0
+    recurrent_columns: tuple[float, ...] = (1.0,) * 5
+    """Of the gate, the inputs, B, C and the step sizes of a selective scan."""
+    mlp_gate: float = 1.0
+    """Of the gate of an MLP before its activation."""
+    mlp_output: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,6 +436,7 @@ class ModelConfig:
     queries has the gate of each head behind its query."""
     recurrent: RecurrentConfig | None = None
     """The layers that are recurrent, or None."""
+    multipliers: Multipliers = field(default_factory=Multipliers)
     layer_embedding: LayerEmbedding | None = None
     """The embedding of tokens by layer, or None."""
     layer_places: tuple[tuple[int, int | None], ...] = ()
@@ -530,8 +552,13 @@ class ModelConfig:
         return self.recurrent is not None
 
     def is_recurrent(self, layer: int) -> bool:
-        """Return whether `layer` has a recurrent state in place of keys and values."""
+        """Return whether `layer` has a recurrent state."""
         return self.recurrent is not None and layer in self.recurrent.layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether `layer` has attention, in place of a recurrent layer or beside it."""
+        is_beside = self.recurrent is not None and self.recurrent.is_beside_attention
+        return is_beside or not self.is_recurrent(layer)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
@@ -540,14 +567,14 @@ class ModelConfig:
         return tuple(
             layer
             for layer in layers
-            if self.heads_of(layer).source is None and not self.is_recurrent(layer)
+            if self.heads_of(layer).source is None and self.has_attention(layer)
         )
 
     @property
     def cache_indices(self) -> tuple[int | None, ...]:
         """The index in `cached_layers` of the layer whose keys and values each layer reads.
 
-        None for recurrent layers.
+        None for layers without attention.
         """
         cached = {layer: index for index, layer in enumerate(self.cached_layers)}
         sources = [self.heads_of(layer).source for layer in range(self.num_layers)]

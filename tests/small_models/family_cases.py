@@ -174,6 +174,24 @@ HYBRID_CASES = (
         },
     ),
     Case(
+        name="falcon-h1",
+        family="FalconH1",
+        more=_LONG
+        | {
+            "head_dim": 16,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_rms_norm": True,
+            "key_multiplier": 0.7,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.6, 1.2, 0.9, 1.4, 0.7],
+            "mlp_multipliers": [0.8, 1.2],
+        },
+    ),
+    Case(
         name="qwen3_5-text",
         family="Qwen3_5",
         more=_LONG

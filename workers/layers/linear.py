@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.rank_roofline import WeightWork
+    from workers.layers.linear_kernel import LinearKernel
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
 
@@ -32,6 +33,8 @@ class Columns:
     """Its number of output columns on all ranks together."""
     part: slice
     """This rank's columns."""
+    scale: float = 1.0
+    """Multiplies the columns: weight and bias, when they are loaded."""
 
     @property
     def size(self) -> int:
@@ -63,9 +66,17 @@ class ColumnParallelLinear(Layer):
     """One or several linear layers in one GEMM, of which each rank computes some columns."""
 
     def __init__(
-        self, in_size: int, columns: Sequence[Columns], place: Placement, *, has_bias: bool
+        self,
+        in_size: int,
+        columns: Sequence[Columns],
+        place: Placement,
+        *,
+        has_bias: bool,
+        input_scale: float = 1.0,
     ) -> None:
+        """`input_scale` multiplies the input: the weight, when it is loaded."""
         self._in_size = in_size
+        self._input_scale = input_scale
         self._columns = tuple(columns)
         self.kernel = make_format_kernel(
             [part.name for part in columns],
@@ -104,6 +115,8 @@ class ColumnParallelLinear(Layer):
             first = rows.stop
 
     def finalize(self) -> None:
+        scales = [columns.scale for columns in self._columns for _ in range(columns.size)]
+        _scale(self.kernel, scales, self._input_scale)
         self.kernel.finalize()
 
     def weight_work(self) -> WeightWork:
@@ -117,9 +130,18 @@ class RowParallelLinear(Layer):
     """
 
     def __init__(
-        self, name: str, in_size: int, out_size: int, place: Placement, *, has_bias: bool
+        self,
+        name: str,
+        in_size: int,
+        out_size: int,
+        place: Placement,
+        *,
+        has_bias: bool,
+        scale: float = 1.0,
     ) -> None:
+        """`scale` multiplies the output: weight and bias, when they are loaded."""
         group = place.group
+        self._scale = scale
         self._name = name
         self._shape = (out_size, in_size)
         self._part = part_of(in_size, group)
@@ -147,8 +169,17 @@ class RowParallelLinear(Layer):
             )
 
     def finalize(self) -> None:
+        _scale(self.kernel, [self._scale] * self._shape[0], 1.0)
         self.kernel.finalize()
 
     def weight_work(self) -> WeightWork:
         out_size, in_size = self._shape
         return self.kernel.work(out_size, in_size // self._group.size)
+
+
+def _scale(kernel: LinearKernel, column_scales: Sequence[float], input_scale: float) -> None:
+    """Multiply what a kernel has loaded by the scales of its columns and of its input."""
+    if input_scale == 1.0 and all(scale == 1.0 for scale in column_scales):
+        return
+    scales = torch.tensor(column_scales, device=kernel.weight.device)
+    kernel.scale(scales * input_scale, scales)

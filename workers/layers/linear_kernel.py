@@ -67,6 +67,15 @@ class LinearKernel(ABC):
         if self.bias is not None:
             self.bias.copy_(self.bias[order])
 
+    def scale(self, factors: torch.Tensor, bias_factors: torch.Tensor) -> None:
+        """Multiply the loaded weight and bias by output column; call it before `finalize`.
+
+        Both are `[out_size]` float32.
+        """
+        self.weight.mul_(factors.unsqueeze(1))
+        if self.bias is not None:
+            self.bias.mul_(bias_factors)
+
     @property
     def weight_bytes(self) -> int:
         """The bytes of the weight that a product reads; must be read after `finalize`."""

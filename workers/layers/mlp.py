@@ -6,7 +6,7 @@ The gated one is from N. Shazeer, "GLU Variants Improve Transformer", 2020.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -27,6 +27,9 @@ class MLPParams:
     intermediate_size: int
     activation: Activation
     has_bias: bool
+    gate_scale: float = 1.0
+    """Multiplies the gate before its activation."""
+    output_scale: float = 1.0
 
 
 class MLP(CompositeLayer):
@@ -38,11 +41,10 @@ class MLP(CompositeLayer):
         self, inner_names: tuple[str, ...], output_name: str, params: MLPParams, place: Placement
     ) -> None:
         inner = (params.intermediate_size, part_of(params.intermediate_size, place.group))
+        columns = columns_of(inner_names, [inner] * self._num_inner)
+        columns[0] = replace(columns[0], scale=params.gate_scale)
         self.inner = ColumnParallelLinear(
-            params.hidden_size,
-            columns_of(inner_names, [inner] * self._num_inner),
-            place,
-            has_bias=params.has_bias,
+            params.hidden_size, columns, place, has_bias=params.has_bias
         )
         self.activation = params.activation
         self.down = RowParallelLinear(
@@ -51,6 +53,7 @@ class MLP(CompositeLayer):
             params.hidden_size,
             place,
             has_bias=params.has_bias,
+            scale=params.output_scale,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -127,12 +127,17 @@ class ShortConvLayer(RecurrentLayer):
         self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
     ) -> None:
         super().__init__(prefix, config, layer_index, place)
-        size, has_bias = config.hidden_size, self._config.has_bias
+        size = config.hidden_size
         part = size, part_of(size, place.group)
         self._input = ColumnParallelLinear(
-            size, columns_of((f"{prefix}.in_proj",), [part] * 3), place, has_bias=has_bias
+            size,
+            columns_of((f"{prefix}.in_proj",), [part] * 3),
+            place,
+            has_bias=self._config.has_bias,
         )
-        self.output = RowParallelLinear(f"{prefix}.out_proj", size, size, place, has_bias=has_bias)
+        self.output = RowParallelLinear(
+            f"{prefix}.out_proj", size, size, place, has_bias=self._config.has_output_bias
+        )
 
     def _mix(
         self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
@@ -234,17 +239,32 @@ class ScanLayer(RecurrentLayer):
             for part in _conv_parts(config, recurrent, group)
         ]
         steps = slice(first_head + heads.start, first_head + heads.stop)
-        columns = [replace(gate, part=part) for part in (gate.part, *inner, steps)]
+        multipliers = config.multipliers
+        columns = [
+            replace(gate, part=part, scale=scale)
+            for part, scale in zip(
+                (gate.part, *inner, steps), multipliers.recurrent_columns, strict=True
+            )
+        ]
         self._sizes = [part.size for part in columns]
         self._projection = ColumnParallelLinear(
-            config.hidden_size, columns, place, has_bias=recurrent.has_bias
+            config.hidden_size,
+            columns,
+            place,
+            has_bias=recurrent.has_bias,
+            input_scale=multipliers.recurrent_input,
         )
         self._vectors = _HeadVectors(prefix, recurrent.num_value_heads, place, has_skip=True)
-        self._norm = _GroupNorm(
-            f"{prefix}.norm", size, recurrent.num_key_heads, config.norm_eps, place
-        )
+        self._norm: _GroupNorm | _Gate = _Gate()
+        if recurrent.scan_norm is not None:
+            self._norm = _GroupNorm(f"{prefix}.norm", size, recurrent, config.norm_eps, place)
         self.output = RowParallelLinear(
-            f"{prefix}.out_proj", size, config.hidden_size, place, has_bias=recurrent.has_bias
+            f"{prefix}.out_proj",
+            size,
+            config.hidden_size,
+            place,
+            has_bias=recurrent.has_output_bias,
+            scale=multipliers.recurrent_output,
         )
 
     def _mix(
@@ -381,10 +401,25 @@ class _HeadNorm(Layer):
         return WeightWork(num_bytes=self.weight.nbytes)
 
 
-class _GroupNorm(Layer):
-    """RMSNorm of gated results over groups of heads; ranks sum over a group that they share."""
+class _Gate(Layer):
+    """The gate of results that have no norm."""
 
-    def __init__(self, name: str, size: int, num_groups: int, eps: float, place: Placement) -> None:
+    def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Return `x * silu(z)`; all are `[num_tokens, columns of this rank]`."""
+        return functional.silu(z).mul_(x)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield from ()
+
+
+class _GroupNorm(Layer):
+    """RMSNorm of results over groups of heads; ranks sum over a group that they share."""
+
+    def __init__(
+        self, name: str, size: int, recurrent: RecurrentConfig, eps: float, place: Placement
+    ) -> None:
+        num_groups = recurrent.num_key_heads
+        self._gates_first = recurrent.scan_norm == "after_gate"
         self._name = name
         self._size = size
         self._part = part_of(size, place.group)
@@ -394,17 +429,22 @@ class _GroupNorm(Layer):
         self._weight = torch.empty(size // place.group.size, dtype=place.dtype, device=place.device)
 
     def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return `norm(x * silu(z))`; all are `[num_tokens, columns of this rank]`."""
+        """Return the norm of `x` with its gate `z`; all are `[num_tokens, columns of this rank]`."""
         if self._sums_over is None:
             groups = (-1, self._group_size)
             norm = GatedNorm(
                 z=z.unflatten(1, groups), weight=self._weight.unflatten(0, groups), eps=self._eps
             )
-            return gated_norm(x.unflatten(1, groups), norm, gates_first=True).flatten(1)
-        gated = x.float() * functional.silu(z.float())
-        squares = self._sums_over.all_reduce(gated.square().sum(1, keepdim=True))
-        scales = torch.rsqrt(squares / self._group_size + self._eps)
-        return gated.mul_(scales).to(x.dtype).mul_(self._weight)
+            return gated_norm(x.unflatten(1, groups), norm, gates_first=self._gates_first).flatten(
+                1
+            )
+        gates = functional.silu(z.float())
+        values = x * gates if self._gates_first else x.float()
+        squares = self._sums_over.all_reduce(values.square().sum(1, keepdim=True))
+        normed = values * torch.rsqrt(squares / self._group_size + self._eps)
+        if not self._gates_first:
+            return normed.mul_(self._weight).mul_(gates).to(x.dtype)
+        return normed.to(x.dtype).mul_(self._weight)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(

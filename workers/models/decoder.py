@@ -12,7 +12,12 @@ from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
 from workers.layers.weight import CompositeLayer, Layer, Placement
-from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer, make_norm
+from workers.models.decoder_layer import (
+    DecoderLayer,
+    ParallelDecoderLayer,
+    TwoMixerDecoderLayer,
+    make_norm,
+)
 from workers.models.fused_layers import FusedLayers, LayerTail, reserve_sums
 from workers.models.scaled_layer import LayerEmbeddings, ScaledDecoderLayer
 from workers.models.score_head import ScoreHead
@@ -208,6 +213,8 @@ class Decoder(CompositeLayer):
 def _layer_class(config: ModelConfig) -> type[DecoderLayer]:
     if config.names.layer_scale is not None:
         return ScaledDecoderLayer
+    if config.recurrent is not None and config.recurrent.is_beside_attention:
+        return TwoMixerDecoderLayer
     return ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
 
 

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from pagedray.rank_roofline import WeightWork
     from workers.layers.rope import Rotation
 
-__all__ = ["DecoderLayer", "ParallelDecoderLayer", "make_norm", "normed"]
+__all__ = [
+    "DecoderLayer",
+    "ParallelDecoderLayer",
+    "TwoMixerDecoderLayer",
+    "make_norm",
+    "normed",
+]
 
 _NORMS: Mapping[NormKind, type[Norm]] = {
     "rms": RMSNorm,
@@ -77,10 +83,15 @@ class DecoderLayer(CompositeLayer):
         with a `layer_embedding`.
         """
         del embedding
-        attended = self.attention(normed(self.attention_norm, x), rotation, attention)
+        attended = self._mixed(normed(self.attention_norm, x), rotation, attention)
         x = x + normed(self.attention_post_norm, attended * self.residual_scale)
         output = self.mlp(normed(self.mlp_norm, x))
         return x + normed(self.mlp_post_norm, output * self.residual_scale)
+
+    def _mixed(
+        self, rows: torch.Tensor, rotation: Rotation, attention: StepAttention
+    ) -> torch.Tensor:
+        return self.attention(rows, rotation, attention)
 
     def tail_work(self) -> WeightWork:
         """Return what the weights behind the attention cost a step."""
@@ -99,6 +110,28 @@ class DecoderLayer(CompositeLayer):
             self.mlp_post_norm,
         )
         yield from (layer for layer in layers if layer is not None)
+
+
+class TwoMixerDecoderLayer(DecoderLayer):
+    """A layer whose attention and recurrent layer read one norm of the stream, as in Falcon-H1."""
+
+    def __init__(self, config: ModelConfig, index: int, place: Placement) -> None:
+        super().__init__(config, index, place)
+        prefix = config.names.decoder_layer.format(index)
+        self.recurrence = make_recurrent(prefix, config, index, place)
+
+    def _mixed(
+        self, rows: torch.Tensor, rotation: Rotation, attention: StepAttention
+    ) -> torch.Tensor:
+        attended = super()._mixed(rows, rotation, attention)
+        return attended + self.recurrence(rows, rotation, attention)
+
+    def tail_work(self) -> WeightWork:
+        return super().tail_work() + self.recurrence.output.weight_work()
+
+    def sublayers(self) -> Iterator[Layer]:
+        yield from super().sublayers()
+        yield self.recurrence
 
 
 class ParallelDecoderLayer(DecoderLayer):
@@ -135,9 +168,9 @@ def _make_mixer(
     prefix: str, config: ModelConfig, layer_index: int, place: Placement
 ) -> DecoderSelfAttention | RecurrentLayer:
     """Return the attention of a layer, or the recurrent layer in its place."""
-    if config.is_recurrent(layer_index):
-        return make_recurrent(prefix, config, layer_index, place)
-    return DecoderSelfAttention(prefix, config, layer_index, place)
+    if config.has_attention(layer_index):
+        return DecoderSelfAttention(prefix, config, layer_index, place)
+    return make_recurrent(prefix, config, layer_index, place)
 
 
 def _make_mlp(
@@ -154,6 +187,8 @@ def _make_mlp(
             intermediate_size=size,
             activation=config.activation,
             has_bias=config.has_mlp_bias,
+            gate_scale=config.multipliers.mlp_gate,
+            output_scale=config.multipliers.mlp_output,
         )
         input_names = tuple(f"{prefix}.{name}" for name in inputs)
         return kind(input_names, f"{prefix}.{output}", params, place)

@@ -20,7 +20,11 @@ from pagedray.rank_progress import Phase
 from workers.layers.fused_kernels import quantized_gate_kernel
 from workers.layers.mlp import MLP, GatedMLP, NoMLP
 from workers.layers.recurrent import RecurrentLayer
-from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer
+from workers.models.decoder_layer import (
+    DecoderLayer,
+    ParallelDecoderLayer,
+    TwoMixerDecoderLayer,
+)
 from workers.models.fused_norm import Delta, FusedNorm, NormedDelta, Rows
 from workers.models.scaled_layer import ScaledDecoderLayer
 from workers.models.self_attention import (
@@ -59,7 +63,8 @@ class LayerTail:
     """The attention of this rank's heads, `[num_tokens, num_heads * head_size]`."""
     other: torch.Tensor | None = None
     """Another input of the rest of the layer, `[num_tokens, size]`: that of an MLP beside
-    attention, or the layer's embedding of each token; None if there is none."""
+    attention, the results of a recurrent layer beside it, or the layer's embedding of each token;
+    None if there is none."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTail:
         """Return what a function returns for each of the tensors."""
@@ -378,17 +383,18 @@ class FusedLayer:
 
         It is as `attend` takes that of the layer before. Their `residual` changes in place.
         """
-        residual = tail.residual
-        attention_post_norm, mlp_post_norm = self._post_norms
-        delta: Delta
-        if self._adds_products and attention_post_norm is None:
-            delta = self.attention.forward_residual(residual, tail.heads)
-        else:
-            delta = self._scaled_sum(self.attention.partial(tail.heads), attention_post_norm)
-        rows = self._mlp_norm.rows_for(residual, delta, self.mlp)
+        rows = self._mlp_norm.rows_for(tail.residual, self._attended(tail), self.mlp)
+        mlp_post_norm = self._post_norms[1]
         if self._adds_products and mlp_post_norm is None:
-            return self.mlp.forward_residual(residual, rows)
+            return self.mlp.forward_residual(tail.residual, rows)
         return self._scaled_sum(self.mlp.partial(rows), mlp_post_norm)
+
+    def _attended(self, tail: LayerTail) -> Delta:
+        """Return the output of the attention, as `finish` returns that of the layer."""
+        post_norm = self._post_norms[0]
+        if self._adds_products and post_norm is None:
+            return self.attention.forward_residual(tail.residual, tail.heads)
+        return self._scaled_sum(self.attention.partial(tail.heads), post_norm)
 
     def _scaled_sum(self, part: torch.Tensor, post_norm: FusedNorm | None) -> Delta:
         """Return a rank's part of an output, scaled; with a norm, the sum of the parts."""
@@ -397,6 +403,26 @@ class FusedLayer:
         if self._scale != 1.0:
             part = part.mul_(self._scale)
         return part if post_norm is None else NormedDelta(part, post_norm)
+
+
+class FusedTwoMixerLayer(FusedLayer):
+    """The fused form of `TwoMixerDecoderLayer`."""
+
+    def __init__(self, layer: TwoMixerDecoderLayer, group: ParallelGroup, *, is_last: bool) -> None:
+        super().__init__(layer, group, is_last=is_last)
+        self._recurrence = FusedRecurrence(layer.recurrence)
+
+    def attend(
+        self, residual: torch.Tensor, delta: Delta, rotation: Rotation, attention: StepAttention
+    ) -> LayerTail:
+        normed = self.attention_norm(residual, delta)
+        states = self._recurrence.heads(normed, rotation, attention)
+        return LayerTail(residual, self.attention.heads(normed, rotation, attention), states)
+
+    def _attended(self, tail: LayerTail) -> Delta:
+        assert tail.other is not None
+        part = self.attention.partial(tail.heads).add_(self._recurrence.partial(tail.other))
+        return self._scaled_sum(part, None)
 
 
 class FusedParallelLayer(FusedLayer):
@@ -632,6 +658,8 @@ def _fused_layer(layer: DecoderLayer, group: ParallelGroup, *, is_last: bool) ->
     """Return the fused form of a layer."""
     if isinstance(layer, ScaledDecoderLayer):
         return FusedScaledLayer(layer, group, is_last=is_last)
+    if isinstance(layer, TwoMixerDecoderLayer):
+        return FusedTwoMixerLayer(layer, group, is_last=is_last)
     fused = FusedParallelLayer if isinstance(layer, ParallelDecoderLayer) else FusedLayer
     return fused(layer, group, is_last=is_last)
 
@@ -665,7 +693,7 @@ def _has_two_batches(
         group.size > 1
         and is_read_once
         and all(
-            not isinstance(layer, ParallelDecoderLayer)
+            not isinstance(layer, (ParallelDecoderLayer, TwoMixerDecoderLayer))
             and isinstance(layer.attention, DecoderSelfAttention)
             and isinstance(layer.mlp, MLP)
             and layer.residual_scale == 1.0

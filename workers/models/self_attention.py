@@ -115,6 +115,7 @@ class DecoderSelfAttention(CompositeLayer):
             qkv_columns(prefix, config, layer_index, group),
             place,
             has_bias=config.has_qkv_bias,
+            input_scale=config.multipliers.attention_input,
         )
         self._limit = config.qkv_limit
         self._head_norm = _head_norm(prefix, config, params, place, has_keys=source is None)
@@ -144,6 +145,7 @@ class DecoderSelfAttention(CompositeLayer):
             config.hidden_size,
             place,
             has_bias=config.has_output_bias,
+            scale=config.multipliers.attention_output,
         )
 
     def __call__(

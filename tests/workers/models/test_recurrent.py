@@ -154,6 +154,41 @@ def nemotron_fields(rng: random.Random) -> Fields:
     }
 
 
+def falcon_fields(rng: random.Random) -> Fields:
+    num_groups = rng.choice([1, 2])
+    return {
+        "num_hidden_layers": rng.choice([1, 2, 3]),
+        "head_dim": rng.choice([8, 16]),
+        "mamba_d_ssm": rng.choice([64, None]),
+        "mamba_expand": 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": num_groups,
+        "mamba_d_state": rng.choice([8, 16]),
+        "mamba_d_conv": rng.choice([2, 4]),
+        "mamba_chunk_size": rng.choice([8, 64]),
+        "mamba_rms_norm": rng.random() < 0.7,
+        "mamba_norm_before_gate": rng.random() < 0.5,
+        **{
+            key: rng.random() < 0.5
+            for key in (
+                *("attention_bias", "mlp_bias", "projectors_bias", "mamba_conv_bias"),
+                *("mamba_proj_bias", "tie_word_embeddings"),
+            )
+        },
+        **{
+            key: rng.uniform(0.3, 1.8)
+            for key in (
+                *("embedding_multiplier", "lm_head_multiplier", "key_multiplier"),
+                *("attention_in_multiplier", "attention_out_multiplier"),
+                *("ssm_in_multiplier", "ssm_out_multiplier"),
+            )
+        },
+        "mlp_multipliers": [rng.uniform(0.3, 1.8) for _ in range(2)],
+        "ssm_multipliers": [rng.uniform(0.3, 1.8) for _ in range(5)],
+    }
+
+
 FIELDS: dict[str, Callable[[random.Random], Fields]] = {
     "lfm2": lfm2_dense_fields,
     "lfm2_moe": lfm2_moe_fields,
@@ -162,6 +197,7 @@ FIELDS: dict[str, Callable[[random.Random], Fields]] = {
     "qwen3_next": qwen3_next_fields,
     "granitemoehybrid": granite_fields,
     "nemotron_h": nemotron_fields,
+    "falcon_h1": falcon_fields,
 }
 
 

@@ -79,6 +79,10 @@ class Fp8Weight(StoredWeight):
         for tensor in (self.values.view(torch.uint8), self.scales):
             tensor.copy_(tensor[order])
 
+    def scale(self, factors: torch.Tensor) -> None:
+        self._spread_scales()
+        self.scales.mul_(factors.unsqueeze(1))
+
     def finalize(self) -> None:
         self._spread_scales()
         inputs = [scale for (of, _, _), scale in self._loaded.items() if of == "input"]

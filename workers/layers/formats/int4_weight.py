@@ -55,6 +55,7 @@ class Int4Weight(StoredWeight):
         self.group_size = format.group_size or in_size
         self._parts: dict[tuple[int, int], _Part] = {}
         self._order: torch.Tensor | None = None
+        self._factors: torch.Tensor | None = None
         self.numbers = torch.empty(0, dtype=torch.uint8, device=device)
         """`[out_size, in_size]` uint8, after `finalize`; a product takes and drops it."""
         self.scales = torch.empty(0, device=device)
@@ -125,6 +126,9 @@ class Int4Weight(StoredWeight):
     def reorder(self, order: torch.Tensor) -> None:
         self._order = order
 
+    def scale(self, factors: torch.Tensor) -> None:
+        self._factors = factors.unsqueeze(1)
+
     def finalize(self) -> None:
         parts = [self._parts[key] for key in sorted(self._parts)]
         self._parts.clear()
@@ -141,6 +145,10 @@ class Int4Weight(StoredWeight):
             tensors = [tensor[self._order] for tensor in tensors]
         self.numbers, self.scales, self.zeros = tensors[:3]
         self.minimums = tensors[3] if self._format.has_minimums else None
+        if self._factors is not None:
+            self.scales = self.scales * self._factors
+            if self.minimums is not None:
+                self.minimums = self.minimums * self._factors
         if self.input_order is not None:
             self.numbers = self.numbers[:, self.input_order]
 

@@ -80,6 +80,10 @@ class Int8Weight(StoredWeight):
         self.numbers.copy_(self.numbers[order])
         self.scales.copy_(self.scales[order])
 
+    def scale(self, factors: torch.Tensor) -> None:
+        self._spread_scales()
+        self.scales.mul_(factors.unsqueeze(1))
+
     def finalize(self) -> None:
         self._spread_scales()
         if self._format.is_packed:

@@ -40,6 +40,11 @@ class QuantizedLinear(LinearKernel):
         if self.bias is not None:
             self.bias.copy_(self.bias[order])
 
+    def scale(self, factors: torch.Tensor, bias_factors: torch.Tensor) -> None:
+        self._stored.scale(factors)
+        if self.bias is not None:
+            self.bias.mul_(bias_factors)
+
     def finalize(self) -> None:
         self._stored.finalize()
 
@@ -96,6 +101,10 @@ class StoredWeight(ABC):
     @abstractmethod
     def reorder(self, order: torch.Tensor) -> None:
         """Reorder the loaded rows; must be called before `finalize`."""
+
+    @abstractmethod
+    def scale(self, factors: torch.Tensor) -> None:
+        """Multiply the loaded rows, by `[out_size]` float32; must be called before `finalize`."""
 
     def finalize(self) -> None:  # noqa: B027  # Most tensors stay as they are.
         """Convert the loaded tensors into the form that products read."""

@@ -5,11 +5,19 @@ Each family is one module. It reads its own keys and leaves the others to `base_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from pagedray.model_config import Activation, Dtype, ExpertsConfig, ModelConfig, TensorNames
+from pagedray.model_config import (
+    Activation,
+    Dtype,
+    ExpertsConfig,
+    ModelConfig,
+    RecurrentConfig,
+    TensorNames,
+)
 from workers.models.config_json.config_file import MISSING, ConfigFile
 
 __all__ = [
@@ -27,12 +35,14 @@ __all__ = [
     "Family",
     "base_config",
     "check_causal",
+    "check_step_limits",
     "eos_token_ids",
     "experts_of",
     "has_window_by_layer",
     "model_dtype",
     "qwen_windows",
     "recurrent_layers",
+    "selective_scans",
     "windows_by_layer_type",
 ]
 
@@ -50,6 +60,8 @@ STACKED_NAMES = TensorNames(
 """Names of transformers' own modules."""
 # Transformers takes one name for the other.
 _NUM_KEYS = ("num_experts", "num_local_experts")
+# As transformers 4 and 5 write the second number.
+_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 MAX_SIZE = 2**20
 """Columns of a weight."""
@@ -225,23 +237,64 @@ def recurrent_layers(
     *kinds: str,
     by_default: Sequence[bool],
     attention: Sequence[str] = ("full_attention",),
+    key: str = "layer_types",
 ) -> tuple[int, ...]:
-    """Return the layers of these kinds in `layer_types`, in which all others have attention.
+    """Return the layers of these kinds in the list `key`, in which all others have attention.
 
-    `by_default` says whether each layer is of such a kind if `layer_types` is missing.
+    `by_default` says whether each layer is of such a kind if the list is missing.
     """
-    given = file.words("layer_types")
+    given = file.words(key)
     if given and len(given) != num_layers:
-        raise file.rejection("layer_types", f"must have {num_layers} entries, not {len(given)}")
+        raise file.rejection(key, f"must have {num_layers} entries, not {len(given)}")
     for layer, kind in enumerate(given):
         if kind not in (*kinds, *attention):
             raise file.rejection(
-                "layer_types",
+                key,
                 f"has {kind[:40]!r} for layer {layer}, which is not supported; use "
                 f"{' or '.join((*kinds, *attention))}",
             )
     are_recurrent = [kind in kinds for kind in given] or by_default
     return tuple(layer for layer, is_recurrent in enumerate(are_recurrent) if is_recurrent)
+
+
+def selective_scans(file: ConfigFile, layers: tuple[int, ...], size: int) -> RecurrentConfig:
+    """Return the selective scans of these layers, which have `size` inputs."""
+    check_step_limits(file)
+    # How many tokens transformers computes at once.
+    file.note_read("mamba_chunk_size")
+    num_heads = file.integer("mamba_n_heads", 128, most=MAX_HEADS)
+    if file.value("mamba_d_head") in (None, "auto"):
+        head_size = size // num_heads
+    else:
+        head_size = file.integer("mamba_d_head", most=MAX_HEAD_SIZE)
+    if num_heads * head_size != size:
+        raise file.rejection(
+            "mamba_n_heads", f"times the size of a head must be {size}, not {num_heads * head_size}"
+        )
+    num_groups = file.integer("mamba_n_groups", 1, most=MAX_HEADS)
+    if num_heads % num_groups:
+        raise file.rejection(
+            "mamba_n_groups", f"must be a divisor of mamba_n_heads {num_heads}, not {num_groups}"
+        )
+    has_bias = file.flag("mamba_proj_bias", False)
+    return RecurrentConfig(
+        kind="mamba2",
+        layers=layers,
+        conv_width=file.integer("mamba_d_conv", 4, least=2, most=MAX_RECURRENT_WIDTH),
+        has_conv_bias=file.flag("mamba_conv_bias", True),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        num_key_heads=num_groups,
+        num_value_heads=num_heads,
+        key_size=file.integer("mamba_d_state", 256, most=MAX_HEAD_SIZE),
+        value_size=head_size,
+    )
+
+
+def check_step_limits(file: ConfigFile) -> None:
+    """Raise CheckpointError for limits of the step sizes of selective scans."""
+    if file.value("time_step_limit") not in _NO_LIMITS:
+        raise file.rejection("time_step_limit", "must be [0.0, Infinity]")
 
 
 def experts_of(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig, RecurrentConfig, TensorNames
 from workers.models.config_json.family import (
     MAX_FACTOR,
-    MAX_HEAD_SIZE,
-    MAX_HEADS,
-    MAX_RECURRENT_WIDTH,
     MAX_SIZE,
     MAX_THETA,
     Family,
     base_config,
     experts_of,
     recurrent_layers,
+    selective_scans,
     windows_by_layer_type,
 )
 from workers.models.config_json.rope_section import with_rope
@@ -50,8 +47,6 @@ _STACKED_NAMES_GRANITE_MOE = replace(
 
 
 _STACKED_HYBRID = replace(_STACKED_NAMES_GRANITE_MOE, recurrent="mamba")
-# As transformers 4 and 5 write the second number.
-_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 _NAMES_DENSE_HYBRID = TensorNames(
     recurrent="mamba",
     mlp_input=("shared_mlp.input_linear",),
@@ -206,36 +201,8 @@ def _recurrent_granite(file: ConfigFile, config: ModelConfig) -> RecurrentConfig
         by_default=[True] * config.num_layers,
         attention=("attention", "full_attention"),
     )
-    if file.value("time_step_limit") not in _NO_LIMITS:
-        raise file.rejection("time_step_limit", "must be [0.0, Infinity]")
-    # How many tokens transformers computes at once.
-    file.note_read("mamba_chunk_size")
     size = file.integer("mamba_expand", 2, most=MAX_SIZE) * config.hidden_size
-    num_heads = file.integer("mamba_n_heads", 128, most=MAX_HEADS)
-    if file.value("mamba_d_head") in (None, "auto"):
-        head_size = size // num_heads
-    else:
-        head_size = file.integer("mamba_d_head", most=MAX_HEAD_SIZE)
-    if num_heads * head_size != size:
-        raise file.rejection(
-            "mamba_n_heads", f"times the size of a head must be {size}, not {num_heads * head_size}"
-        )
-    num_groups = file.integer("mamba_n_groups", 1, most=MAX_HEADS)
-    if num_heads % num_groups:
-        raise file.rejection(
-            "mamba_n_groups", f"must be a divisor of mamba_n_heads {num_heads}, not {num_groups}"
-        )
-    recurrent = RecurrentConfig(
-        kind="mamba2",
-        layers=layers,
-        conv_width=file.integer("mamba_d_conv", 4, least=2, most=MAX_RECURRENT_WIDTH),
-        has_conv_bias=file.flag("mamba_conv_bias", True),
-        has_bias=file.flag("mamba_proj_bias", False),
-        num_key_heads=num_groups,
-        num_value_heads=num_heads,
-        key_size=file.integer("mamba_d_state", 256, most=MAX_HEAD_SIZE),
-        value_size=head_size,
-    )
+    recurrent = selective_scans(file, layers, size)
     return recurrent if layers else None
 
 

@@ -88,6 +88,7 @@ def _read_any(file: ConfigFile, architecture: str, names: TensorNames) -> ModelC
         conv_width=file.integer("conv_L_cache", 3, least=2, most=MAX_RECURRENT_WIDTH),
         has_conv_bias=has_bias,
         has_bias=has_bias,
+        has_output_bias=has_bias,
     )
     return replace(
         with_rope(config, file, default_theta=_THETA),

@@ -5,7 +5,6 @@ A layer of ours is a mixer and the MLP behind it, if there is one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from workers.models.config_json.family import (
     MAX_SIZE,
     Family,
     base_config,
+    check_step_limits,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ _UNUSED = (
     ),
     *("num_hidden_layers", "mtp_hybrid_override_pattern", "rope_theta", "partial_rotary_factor"),
 )
-_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
 def _read_nemotron_h(file: ConfigFile) -> ModelConfig:
@@ -151,20 +150,21 @@ def _places(file: ConfigFile, kinds: list[str]) -> list[tuple[int, int | None]]:
 
 
 def _recurrent(file: ConfigFile, mixers: list[str]) -> RecurrentConfig | None:
-    if file.value("time_step_limit") not in _NO_LIMITS:
-        raise file.rejection("time_step_limit", "must be [0.0, Infinity]")
+    check_step_limits(file)
     num_heads = file.integer("mamba_num_heads", 128, most=MAX_HEADS)
     num_groups = file.integer("n_groups", 8, most=MAX_HEADS)
     if num_heads % num_groups:
         raise file.rejection(
             "n_groups", f"must be a divisor of mamba_num_heads {num_heads}, not {num_groups}"
         )
+    has_bias = file.flag("use_bias", False)
     recurrent = RecurrentConfig(
         kind="mamba2",
         layers=tuple(layer for layer, kind in enumerate(mixers) if kind == "mamba"),
         conv_width=file.integer("conv_kernel", 4, least=2, most=MAX_RECURRENT_WIDTH),
         has_conv_bias=file.flag("use_conv_bias", True),
-        has_bias=file.flag("use_bias", False),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
         num_key_heads=num_groups,
         num_value_heads=num_heads,
         key_size=file.integer("ssm_state_size", 128, most=MAX_HEAD_SIZE),

@@ -17,6 +17,7 @@ from workers.models.config_json.score_section import is_reranker, with_answers
 from workers.models.config_json.sentence_modules import dense_modules
 from workers.models.families.alibi import BLOOM, MPT
 from workers.models.families.bert import BERT, ROBERTA
+from workers.models.families.falcon_h1 import FALCON_H1
 from workers.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from workers.models.families.gemma4 import (
     GEMMA4,
@@ -75,6 +76,7 @@ _ALL = (
     *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL, GEMMA4),
     *(GEMMA4_UNIFIED_TEXT, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, LFM2, LFM2_MOE, QWEN3_NEXT),
     *(GRANITE_HYBRID, NEMOTRON_H, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
+    FALCON_H1,
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -87,7 +89,7 @@ _OBSTACLES = {
         *("DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "KimiK", "LongcatFlash", "MiniCPM3"),
     ),
     "recurrent layers": (
-        *("Bamba", "FalconH1", "FalconMamba", "Jamba", "KimiLinear", "Lfm3"),
+        *("Bamba", "FalconMamba", "Jamba", "KimiLinear", "Lfm3"),
         *("Mamba", "OlmoHybrid", "RecurrentGemma", "Rwkv"),
         "Zamba",
     ),
