@@ -29,6 +29,7 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentKind",
     "RopeConfig",
+    "ScanNorm",
     "ScoreActivation",
     "ScoreHeadKind",
     "Task",
@@ -42,6 +43,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
 RecurrentKind = Literal["short_conv", "delta_rule", "mamba2"]
+ScanNorm = Literal["after_gate", "before_gate"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ScoreHeadKind = Literal["roberta", "bert", "linear", "answer"]
 Task = Literal["generate", "embed", "score"]
@@ -286,7 +288,7 @@ class RecurrentConfig:
     """Whether a checkpoint has one tensor of all projections, grouped by key heads."""
     matrix_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the matrices."""
-    scan_norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    scan_norm: ScanNorm | None = "after_gate"
     """The norm of the results of a selective scan, relative to their gate; None is no norm."""
     is_beside_attention: bool = False
     """Whether these layers have attention too, which reads the same rows."""

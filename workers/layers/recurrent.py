@@ -429,15 +429,14 @@ class _GroupNorm(Layer):
         self._weight = torch.empty(size // place.group.size, dtype=place.dtype, device=place.device)
 
     def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `x` with its gate `z`; all are `[num_tokens, columns of this rank]`."""
+        """Return the norm of `x` with gate `z`; all are `[num_tokens, columns of this rank]`."""
         if self._sums_over is None:
             groups = (-1, self._group_size)
             norm = GatedNorm(
                 z=z.unflatten(1, groups), weight=self._weight.unflatten(0, groups), eps=self._eps
             )
-            return gated_norm(x.unflatten(1, groups), norm, gates_first=self._gates_first).flatten(
-                1
-            )
+            normed = gated_norm(x.unflatten(1, groups), norm, gates_first=self._gates_first)
+            return normed.flatten(1)
         gates = functional.silu(z.float())
         values = x * gates if self._gates_first else x.float()
         squares = self._sums_over.all_reduce(values.square().sum(1, keepdim=True))

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import ModelConfig, Multipliers, RecurrentConfig, TensorNames
+from pagedray.model_config import (
+    ModelConfig,
+    Multipliers,
+    RecurrentConfig,
+    ScanNorm,
+    TensorNames,
+)
 from workers.models.config_json.family import (
     MAX_FACTOR,
     MAX_SIZE,
@@ -70,8 +76,9 @@ def _recurrent(file: ConfigFile, config: ModelConfig) -> RecurrentConfig:
         size = int(file.number("mamba_expand", 2.0, most=MAX_FACTOR) * config.hidden_size)
     else:
         size = file.integer("mamba_d_ssm", 1024, most=MAX_SIZE)
-    is_before_gate = file.flag("mamba_norm_before_gate", True)
-    norm = "before_gate" if is_before_gate else "after_gate"
+    norm: ScanNorm = "after_gate"
+    if file.flag("mamba_norm_before_gate", True):
+        norm = "before_gate"
     return replace(
         selective_scans(file, layers, size),
         has_output_bias=file.flag("projectors_bias", False),
