@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -13,7 +14,16 @@ from attention.kernels.arguments import SplitKPartials
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Gate, Rotate
 from pagedray.model_config import RopeConfig
+from pagedray.weight_format import (
+    FormatRule,
+    Fp8Format,
+    Int4Format,
+    Int8Format,
+    Quantization,
+    WeightFormat,
+)
 from workers.layers import linear_choice
+from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from workers.layers.linear_choice import (
     OneDnnLinear,
     PackedGemmLinear,
@@ -27,8 +37,21 @@ from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 from workers.layers.weight import Placement
 from workers.models.fused_norm import FusedNorm
 from workers.parallel.group import SoloGroup
+from workers.weights.load_weights import DummyTensors
 
 CPU = torch.device("cpu")
+STORED: dict[str, WeightFormat | None] = {
+    "plain": None,
+    "fp8": Fp8Format(is_made_at_load=True),
+    "fp8-tensors": Fp8Format(scales="tensor"),
+    "fp8-blocks": Fp8Format(scales="block", block=(16, 32)),
+    "int8": Int8Format(),
+    "int8-tensors": Int8Format(scales="tensor"),
+    "int4": Int4Format(packing="compressed-tensors", group_size=32, has_zeros=False),
+    "int4-minimums": Int4Format(packing="gguf", group_size=32, has_zeros=False, has_minimums=True),
+    "gptq": Int4Format(packing="gptq", group_size=32, zero_offset=1),
+    "gptq-8": Int4Format(packing="gptq", num_bits=8, group_size=32, zero_offset=1),
+}
 KINDS = [DenseLinear, OneDnnLinear, PackedGemmLinear, SharedLayoutLinear]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # Engines use these classes for bfloat16 on CPUs that have the instructions, and no others.
@@ -438,3 +461,37 @@ def test_queries_grow_with_each_original_length_and_keys_do_not(
     assert torch.equal(result[:, 2:], plain[:, 2:])
     factors = torch.tensor([1.0, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(5)])
     torch.testing.assert_close(result[:, :2], plain[:, :2] * factors[:, None, None])
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_weights_of_all_formats_are_multiplied_when_they_are_loaded(name: str) -> None:
+    format = STORED[name]
+    rules = () if format is None else (FormatRule(re.compile(""), format),)
+    place = Placement(SoloGroup(), torch.float32, CPU, Quantization(method="test", rules=rules))
+
+    def filled(layer: ColumnParallelLinear | RowParallelLinear) -> torch.Tensor:
+        for shard in layer.weight_shards():
+            DummyTensors(1).fill_shard(shard)
+        layer.finalize()
+        return layer(x)
+
+    def columns(scales: tuple[float, float], input_scale: float) -> torch.Tensor:
+        parts = [
+            Columns(name=name, total=size, part=slice(0, size), scale=scale)
+            for name, size, scale in zip("ab", (64, 32), scales, strict=True)
+        ]
+        return filled(
+            ColumnParallelLinear(64, parts, place, has_bias=True, input_scale=input_scale)
+        )
+
+    def row(scale: float) -> torch.Tensor:
+        return filled(RowParallelLinear("c", 64, 32, place, has_bias=True, scale=scale))
+
+    x = torch.randn(3, 64)
+    found, rows = columns((0.25, 3.0), 0.7), row(1.7)
+    assert _near(rows, 1.7 * row(1.0))
+    x = 0.7 * x
+    factors = torch.tensor([0.25] * 64 + [3.0] * 32)
+    plain = columns((1.0, 1.0), 1.0)
+    assert _near(found, factors * plain)
+    assert not _near(found, plain)

@@ -71,6 +71,10 @@ def _recurrent(file: ConfigFile, config: ModelConfig) -> RecurrentConfig:
         recurrent_layers(
             file, len(layers), "hybrid", by_default=[True] * len(layers), attention=(), key=key
         )
+    for key in ("mamba_conv_bias", "mamba_norm_before_gate"):
+        if file.has_null(key):
+            # Transformers takes it for false, and a missing key for true.
+            raise file.rejection(key, "must be true or false, not null")
     file.note_read("mamba_expand")
     if file.has_null("mamba_d_ssm"):
         size = int(file.number("mamba_expand", 2.0, most=MAX_FACTOR) * config.hidden_size)
