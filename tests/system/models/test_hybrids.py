@@ -1,6 +1,8 @@
 """Models with recurrent layers: greedy tokens equal transformers', whatever is cached or moved."""
 
+import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagedray import LLM, SamplingParams
 from tests.greedy import NUM_TRIES, generated, local_llm, settled_stats
@@ -25,6 +28,8 @@ SHARED = 100
 """Tokens that the longest prompts have in common."""
 LENGTHS = (1, 63, 64, 65, 130, 300, 300, 300)
 LONGEST = max(LENGTHS) + NUM_TOKENS
+OVERFLOWING = 2
+"""A token that prompts do not have."""
 SAMPLED = {"lfm2-convolutions", "qwen3_5-delta-rules"}
 """These run each time; the others are slow tests."""
 
@@ -189,6 +194,76 @@ def test_states_come_back_from_the_disk(truth: Truth, tmp_path: Path) -> None:
         disk_cache_bytes=2**26,
     )
     assert num_read > 0
+
+
+def test_damaged_states_on_the_disk_are_computed_again(truth: Truth, tmp_path: Path) -> None:
+    with local_llm(
+        truth.folder,
+        **pool(truth, 1, 2),
+        max_num_seqs=1,
+        preemption="swap",
+        num_cpu_blocks=pool(truth, 1, 3)["num_blocks"],
+        disk_cache_folder=str(tmp_path),
+        disk_cache_bytes=2**26,
+    ) as llm:
+        assert completions(llm, truth.prompts) == truth.continuations
+        (cache,) = descriptors_of(tmp_path)
+        for _ in range(NUM_TRIES):
+            # What is written or read while the file is damaged may stay as it is.
+            size = os.fstat(cache).st_size
+            os.pwrite(cache, bytes(size), 0)
+            assert completions(llm, truth.prompts) == truth.continuations
+            stats = settled_stats(llm)
+            if stats.num_failed_reads:
+                break
+    assert stats.num_failed_reads > 0
+
+
+def descriptors_of(folder: Path) -> list[int]:
+    """Return the descriptors of this process for files in a folder, which have no names."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [int(link.name) for link in links if link.readlink().is_relative_to(folder)]
+
+
+def test_a_state_that_is_not_finite_ends_its_sequence_alone(truth: Truth, tmp_path: Path) -> None:
+    folder = with_overflowing_token(truth.folder, tmp_path / "model")
+    prompts = truth.prompts[-3:-1]
+    bad = truth.prompts[-1][::-1]
+    bad[150] = OVERFLOWING
+    params = SamplingParams(temperature=0.0, max_tokens=9, logit_bias={OVERFLOWING: -100.0})
+    with local_llm(folder, **pool(truth, 4, 12), num_cpu_blocks=1000, max_num_seqs=2) as llm:
+        expected = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+        assert {output.finish_reason for output in expected} == {"length"}
+        for _ in range(2):
+            before = llm.stats().scheduler.num_hit_tokens
+            (generation,) = llm.generate([bad], params, use_tqdm=False)
+            assert generation.outputs[0].finish_reason == "error"
+            assert llm.stats().scheduler.num_hit_tokens == before
+        assert llm.stats().scheduler.num_nonfinite_sequences == 2
+        # Rows, and blocks that had states, are used again.
+        for prompt, output in zip(prompts, expected, strict=True):
+            for again in (prompt, [5, *prompt], prompt):
+                (generation,) = llm.generate([again], params, use_tqdm=False)
+                assert generation.outputs[0].finish_reason == "length"
+            assert generation.outputs[0].token_ids == output.token_ids
+
+
+def with_overflowing_token(folder: Path, target: Path) -> Path:
+    """Write the checkpoint with a token that makes the first recurrent state infinite."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    first = min(name.partition("in_proj")[0] for name in tensors if "in_proj" in name)
+    for name, tensor in tensors.items():
+        # Up to this layer, only this token has the first element of the stream.
+        if "embed" in name and tensor.dim() > 1:
+            tensor[:, 0] = 0.0
+            tensor[OVERFLOWING, 0] = 100.0
+        elif "o_proj" in name or "down_proj" in name:
+            tensor[..., 0, :] = 0.0
+        elif name.startswith(f"{first}in_proj") and tensor.dim() > 1:
+            tensor[:, 0] = 1e38
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 @pytest.mark.parametrize("has_cache", [True, False])

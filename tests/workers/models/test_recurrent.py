@@ -189,6 +189,25 @@ def falcon_fields(rng: random.Random) -> Fields:
     }
 
 
+SHAPE: Fields = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES = {
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+}
 FIELDS: dict[str, Callable[[random.Random], Fields]] = {
     "lfm2": lfm2_dense_fields,
     "lfm2_moe": lfm2_moe_fields,
@@ -204,18 +223,9 @@ FIELDS: dict[str, Callable[[random.Random], Fields]] = {
 def save_random(model_type: str, fields: Fields, folder: Path, seed: int) -> None:
     """Save a model of random weights, with decays from almost none to almost all."""
     types = fields.get("layer_types")
-    fields = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    } | fields
-    if model_type != "qwen3_5_moe_text":
-        fields["intermediate_size"] = 72
+    fields = SHAPE | fields
+    if model_type == "qwen3_5_moe_text":
+        del fields["intermediate_size"]
     if types is not None:
         fields["num_hidden_layers"] = len(types)
     torch.manual_seed(seed)
@@ -291,22 +301,79 @@ def test_random_models_compute_what_transformers_computes(
     on_two_ranks(check)
 
 
-def test_ranks_must_divide_key_heads(tmp_path: Path) -> None:
-    fields = delta_fields(random.Random(0)) | {
-        "layer_types": ["linear_attention"],
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 6,
-    }
-    save_random("qwen3_5_text", fields, tmp_path, 0)
-    config = read_model_config(tmp_path)
-    with pytest.raises(StartupError, match="3 key heads of recurrent layers"):
+@pytest.mark.parametrize(
+    ("model_type", "changes", "what"),
+    [
+        (
+            "qwen3_5_text",
+            {
+                "layer_types": ["linear_attention"],
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 6,
+            },
+            "3 key heads of recurrent layers",
+        ),
+        (
+            "granitemoehybrid",
+            {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_n_groups": 1},
+            "3 heads of recurrent layers",
+        ),
+        ("nemotron_h", {"mamba_num_heads": 9, "n_groups": 1}, "9 heads of recurrent layers"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_n_groups": 3},
+            "3 groups of heads of recurrent layers",
+        ),
+        (
+            "lfm2",
+            {"hidden_size": 49, "head_dim": 8, "layer_types": ["conv"]},
+            r"49 channels of convolutions \(hidden_size",
+        ),
+    ],
+)
+def test_ranks_must_divide_heads_and_groups(
+    model_type: str, changes: Fields, what: str, tmp_path: Path
+) -> None:
+    fields = FIELDS[model_type](random.Random(0)) | {"num_attention_heads": 6} | changes
+    config = read_model_config(written(model_type, fields, tmp_path))
+    with pytest.raises(StartupError, match=f"^{what}.* cannot be sharded evenly over 2 ranks; use"):
         check_parallel(config, 2)
+
+
+def written(model_type: str, fields: Fields, folder: Path) -> Path:
+    """Write a configuration without weights."""
+    names = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
+    shape = SHAPE | {"num_hidden_layers": len(fields.get("layer_types", "1"))}
+    (folder / "config.json").write_text(json.dumps(shape | fields | names))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "kinds"),
+    [
+        ("lfm2", "layer_types", ["conv", "mamba"]),
+        ("qwen3_5_text", "layer_types", ["linear_attention", "mamba"]),
+        ("qwen3_next", "layer_types", ["full_attention", "mamba"]),
+        ("granitemoehybrid", "layer_types", ["mamba", "rwkv"]),
+        ("nemotron_h", "layers_block_type", ["mamba", "rwkv", "moe"]),
+        ("nemotron_h", "hybrid_override_pattern", "MX*"),
+        ("falcon_h1", "layers_block_type", ["hybrid", "mamba"]),
+    ],
+)
+def test_an_unsupported_type_of_layer_is_named_with_its_layer(
+    model_type: str, key: str, kinds: list[str] | str, tmp_path: Path
+) -> None:
+    folder = written(model_type, {"num_hidden_layers": len(kinds), key: kinds}, tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_model_config(folder)
+    message = str(caught.value)
+    assert f"{key} has {kinds[1]!r} for layer 1, which is not supported; use " in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["linear_attention", "mamba"]}, "layer_types has 'mamba' for layer 1"),
         ({"layer_types": ["linear_attention"]}, "layer_types must have 2 entries, not 1"),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads must be a multiple of"),
         ({"attn_output_gate": False}, "attn_output_gate must be true"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.abstract import AttentionSpec
+from attention.abstract import AttentionSpec, StateTensor
 from attention.params import AttentionParams
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.config import EngineConfig
@@ -110,13 +110,18 @@ def origin(config: EngineConfig, *, layout: Sequence[object] = LAYOUT, rank: int
     return PoolOrigin(config, rank=rank).digest(layout)
 
 
-def test_a_pool_of_other_groups_of_layers_is_not_kept(
+def test_a_pool_of_other_groups_of_layers_or_other_states_is_not_kept(
     address: MemoryAddress, config: EngineConfig
 ) -> None:
     mapper = PoolMapper(config, address, rank=0)
     both, alone = cache_layout([None, 7], 16), cache_layout([7, None], 16)
-    for groups, is_kept in ((None, False), (both, False), (both, True), (alone, False)):
-        pool = mapper.map_pool(*LAYOUT, states=(), groups=groups)
+    states = ((StateTensor((2, 3), torch.float32),),)
+    wider = ((StateTensor((2, 4), torch.float32),),)
+    for groups, of_layers, is_kept in (
+        *((None, (), False), (both, (), False), (both, (), True), (alone, (), False)),
+        *((alone, states, False), (alone, states, True), (alone, wider, False)),
+    ):
+        pool = mapper.map_pool(*LAYOUT, states=of_layers, groups=groups)
         assert pool is not None
         assert pool.is_former == is_kept
         pool.confirm()
