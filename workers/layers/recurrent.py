@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.model_config import ModelConfig, RecurrentConfig, RecurrentKind
+    from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
 __all__ = [
@@ -86,6 +87,10 @@ def make_recurrent(
 class RecurrentLayer(CompositeLayer):
     """A recurrent layer: projections, a causal convolution, a recurrence, an output projection."""
 
+    input: ColumnParallelLinear
+    """All projections of the layer's input but those of `gates`."""
+    gates: ColumnParallelLinear | None = None
+    """Columns of the input in another format, or None."""
     output: RowParallelLinear
 
     def __init__(
@@ -103,19 +108,28 @@ class RecurrentLayer(CompositeLayer):
         Tokens have no rotation.
         """
         del rotation
-        return self.output(self.heads(x, step))
+        gates = None if self.gates is None else self.gates(x)
+        return self.output(self.heads(self.input(x), gates, step))
 
-    def heads(self, x: torch.Tensor, step: HasStates) -> torch.Tensor:
+    def heads(
+        self, columns: torch.Tensor, gates: torch.Tensor | None, step: HasStates
+    ) -> torch.Tensor:
         """Return the input of the output projection, `[num_tokens, columns of this rank]`.
 
-        The states of the step's sequences advance by its tokens.
+        Takes the results of `input` and `gates`. The states of the step's sequences advance by its
+        tokens.
         """
         assert step.states is not None
-        return self._mix(x, step.states.layers[self._index], step.states.segments)
+        states, segments = step.states.layers[self._index], step.states.segments
+        return self._mix(columns, gates, states, segments)
 
     @abstractmethod
     def _mix(
-        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+        self,
+        columns: torch.Tensor,
+        gates: torch.Tensor | None,
+        states: tuple[torch.Tensor, ...],
+        segments: Segments,
     ) -> torch.Tensor:
         """Return what `heads` does; `states` are those of this layer, and change."""
 
@@ -129,7 +143,7 @@ class ShortConvLayer(RecurrentLayer):
         super().__init__(prefix, config, layer_index, place)
         size = config.hidden_size
         part = size, part_of(size, place.group)
-        self._input = ColumnParallelLinear(
+        self.input = ColumnParallelLinear(
             size,
             columns_of((f"{prefix}.in_proj",), [part] * 3),
             place,
@@ -140,14 +154,19 @@ class ShortConvLayer(RecurrentLayer):
         )
 
     def _mix(
-        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+        self,
+        columns: torch.Tensor,
+        gates: torch.Tensor | None,
+        states: tuple[torch.Tensor, ...],
+        segments: Segments,
     ) -> torch.Tensor:
-        before, after, inner = self._input(x).chunk(3, dim=1)
+        del gates
+        before, after, inner = columns.chunk(3, dim=1)
         (conv_states,) = states
         return self._conv(before * inner, conv_states, segments, None).mul_(after)
 
     def sublayers(self) -> tuple[Layer, ...]:
-        return self._input, self._conv, self.output
+        return self.input, self._conv, self.output
 
 
 class DeltaRuleLayer(RecurrentLayer):
@@ -162,17 +181,17 @@ class DeltaRuleLayer(RecurrentLayer):
     ) -> None:
         super().__init__(prefix, config, layer_index, place)
         group, recurrent = place.group, self._config
-        self._projection = ColumnParallelLinear(
-            config.hidden_size,
-            _delta_columns(prefix, config, recurrent, group),
-            place,
-            has_bias=False,
-        )
-        # A product of its own, since few columns are often stored in another format.
-        self._gates = ColumnParallelLinear(
-            config.hidden_size, _gate_columns(prefix, recurrent, group), place, has_bias=False
-        )
+        columns = _delta_columns(prefix, config, recurrent, group)
+        gates = _gate_columns(prefix, recurrent, group)
+        if not _have_one_format(columns, gates, place.quantization):
+            self.gates = ColumnParallelLinear(config.hidden_size, gates, place, has_bias=False)
+            gates = []
         num_heads = recurrent.num_value_heads // group.size
+        self._gate_sizes = (num_heads,) * 2 if gates else ()
+        """Columns of the gates in `input`."""
+        self.input = ColumnParallelLinear(
+            config.hidden_size, [*columns, *gates], place, has_bias=False
+        )
         self._key_columns = recurrent.num_key_heads // group.size * recurrent.key_size
         self._decay = _HeadVectors(prefix, recurrent.num_value_heads, place)
         self._norm = _HeadNorm(f"{prefix}.norm", recurrent.value_size, config.norm_eps, place)
@@ -186,12 +205,16 @@ class DeltaRuleLayer(RecurrentLayer):
         )
 
     def _mix(
-        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+        self,
+        columns: torch.Tensor,
+        gates: torch.Tensor | None,
+        states: tuple[torch.Tensor, ...],
+        segments: Segments,
     ) -> torch.Tensor:
         config, keys = self._config, self._key_columns
         values = self._num_heads * config.value_size
-        inner, z = self._projection(x).split((2 * keys + values, values), dim=1)
-        b, a = self._gates(x).chunk(2, dim=1)
+        inner, z, *rest = columns.split((2 * keys + values, values, *self._gate_sizes), dim=1)
+        b, a = rest if gates is None else gates.chunk(2, dim=1)
         conv_states, matrices = states
         inner = self._conv(inner, conv_states, segments, "silu")
         query, key, value = inner.split((keys, keys, values), dim=1)
@@ -211,7 +234,8 @@ class DeltaRuleLayer(RecurrentLayer):
         return out.flatten(1)
 
     def sublayers(self) -> tuple[Layer, ...]:
-        return self._projection, self._gates, self._conv, self._decay, self._norm, self.output
+        inputs = (self.input,) if self.gates is None else (self.input, self.gates)
+        return *inputs, self._conv, self._decay, self._norm, self.output
 
 
 class ScanLayer(RecurrentLayer):
@@ -247,7 +271,7 @@ class ScanLayer(RecurrentLayer):
             )
         ]
         self._sizes = [part.size for part in columns]
-        self._projection = ColumnParallelLinear(
+        self.input = ColumnParallelLinear(
             config.hidden_size,
             columns,
             place,
@@ -268,10 +292,15 @@ class ScanLayer(RecurrentLayer):
         )
 
     def _mix(
-        self, x: torch.Tensor, states: tuple[torch.Tensor, ...], segments: Segments
+        self,
+        columns: torch.Tensor,
+        gates: torch.Tensor | None,
+        states: tuple[torch.Tensor, ...],
+        segments: Segments,
     ) -> torch.Tensor:
+        del gates
         config, sizes = self._config, self._sizes
-        z, inner, steps = self._projection(x).split((sizes[0], sum(sizes[1:4]), sizes[4]), dim=1)
+        z, inner, steps = columns.split((sizes[0], sum(sizes[1:4]), sizes[4]), dim=1)
         conv_states, matrices = states
         inner = self._conv(inner, conv_states, segments, "silu")
         values, b, c = inner.split(sizes[1:4], dim=1)
@@ -287,7 +316,7 @@ class ScanLayer(RecurrentLayer):
         return self._norm(out.flatten(1), z)
 
     def sublayers(self) -> tuple[Layer, ...]:
-        return self._projection, self._conv, self._vectors, self._norm, self.output
+        return self.input, self._conv, self._vectors, self._norm, self.output
 
 
 _KINDS: dict[RecurrentKind, type[RecurrentLayer]] = {
@@ -520,6 +549,16 @@ def _gate_columns(prefix: str, recurrent: RecurrentConfig, group: ParallelGroup)
         return _columns_by_key_head(f"{prefix}.in_proj_ba", sizes, recurrent, group)
     names = f"{prefix}.in_proj_b", f"{prefix}.in_proj_a"
     return columns_of(names, [(num_heads, part_of(num_heads, group))] * 2)
+
+
+def _have_one_format(
+    columns: Sequence[Columns], gates: Sequence[Columns], quantization: Quantization | None
+) -> bool:
+    """Return whether a product of all these columns is possible: few are often stored plainly."""
+    if quantization is None:
+        return True
+    formats = [quantization.format_of([part.name for part in parts]) for parts in (columns, gates)]
+    return formats[0] == formats[1]
 
 
 def _columns_by_key_head(

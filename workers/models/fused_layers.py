@@ -204,26 +204,28 @@ class FusedAttention:
 
 
 class FusedRecurrence:
-    """A recurrent layer in place of attention: its projections read rows as they are."""
+    """A recurrent layer in place of attention."""
 
     def __init__(self, layer: RecurrentLayer) -> None:
         self._layer = layer
+        self._kernel, self._gates = layer.input.kernel, layer.gates
 
     def accepts_quantized(self, num_rows: int) -> bool:
-        """Return False."""
-        del num_rows
-        return False
+        """Return whether `heads` accepts this number of rows as `QuantizedRows`."""
+        return self._gates is None and self._kernel.accepts_quantized(num_rows)
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
-        """Return False."""
-        del num_rows
-        return False
+        """Return whether `heads` accepts this number of rows as a `DeferredRMSNorm`."""
+        return self._gates is None and self._kernel.accepts_deferred_norm(num_rows)
 
     def heads(self, x: Rows, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
         """Return the input of the output projection, `[num_tokens, columns of this rank]`."""
         del rotation
-        assert isinstance(x, torch.Tensor)
-        return self._layer.heads(x, attention)
+        gates = None
+        if self._gates is not None:
+            assert isinstance(x, torch.Tensor)
+            gates = self._gates(x)
+        return self._layer.heads(_product(self._kernel, x), gates, attention)
 
     def forward_residual(self, stream: torch.Tensor, heads: torch.Tensor) -> Delta:
         """Add the output to the stream, in place, if one kernel does both; else return it."""
