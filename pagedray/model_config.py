@@ -237,6 +237,9 @@ class ExpertsConfig:
     """Columns of the MLP that every token passes in addition to its experts, or None."""
     has_shared_gate: bool = False
     """Whether the output of that MLP is multiplied by the sigmoid of a product with the token."""
+    num_stacked: int = 0
+    """Experts that a rank stores that MLP as, behind all others; every token chooses them. 0 if the
+    MLP is a layer of its own."""
     has_sigmoid_scores: bool = False
     """Whether scores are sigmoids of the router's logits, not a softmax over all experts."""
     has_choice_bias: bool = False

@@ -145,6 +145,18 @@ class DecodeItems:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SigmoidScores:
+    """How experts are chosen by the sigmoids of a router's logits."""
+
+    bias: torch.Tensor | None
+    """Added to choose experts, but not to their weights; float32 `[num_experts]`, or None."""
+    scale: float = 1.0
+    """Multiplies the weights of chosen experts."""
+    sum_eps: float = 0.0
+    """Added to the sum that renormalized weights are divided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertWeights:
     """The weights of a rank's experts, all contiguous.
 

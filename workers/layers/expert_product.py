@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attention.kernels.arguments import ExpertWeights
+from attention.kernels.arguments import ExpertWeights, SigmoidScores
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.activation import activation_function, clamped_gate
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
-from workers.layers.linear_choice import make_linear_kernel
+from workers.layers.linear_choice import linear_kernel_class, make_linear_kernel
 from workers.layers.weight import Layer, Placement, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagedray.model_config import Activation
     from pagedray.rank_roofline import WeightWork
     from workers.layers.linear_kernel import LinearKernel
 
@@ -40,6 +41,10 @@ __all__ = [
     "make_expert_product",
     "product_class",
 ]
+
+
+_MAX_STACKED_ROWS = 512
+"""For more rows, the products of stacked experts are computed by themselves."""
 
 
 class ExpertProduct(ABC):
@@ -75,6 +80,13 @@ class ExpertProduct(ABC):
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """Return the weighted sums over the rank's experts, `[num_tokens, hidden_size]`."""
 
+    def forward_residual(
+        self, stream: torch.Tensor, x: torch.Tensor, choice: Choice
+    ) -> torch.Tensor | None:
+        """Add the sums to the stream, in place, if one kernel does both; else return them."""
+        del stream
+        return self(x, choice)
+
     @property
     @abstractmethod
     def num_bytes(self) -> int:
@@ -92,11 +104,11 @@ class LinearExperts(ExpertProduct):
         def kernels(shape: tuple[int, int], *, has_bias: bool) -> list[LinearKernel]:
             return [
                 make_linear_kernel(*shape, has_bias=has_bias, dtype=part.dtype, device=part.device)
-                for _ in part.experts
+                for _ in range(part.num_stored)
             ]
 
-        self._experts = part.experts
-        self._num_experts = part.config.num_experts
+        self._num_experts = part.config.num_experts + part.config.num_stacked
+        self._experts = [*part.experts, *range(part.config.num_experts, self._num_experts)]
         self._gate = part.config.gate
         self._activation = part.config.activation
         self._gate_up = kernels(part.gate_up_shape, has_bias=part.config.has_bias)
@@ -144,9 +156,7 @@ class LinearExperts(ExpertProduct):
         """Return the input of an expert's down projection."""
         if self._gate is not None:
             return clamped_gate(self._gate_up[index](rows), self._gate)
-        if self._activation == "relu2":
-            return activation_function(self._activation)(self._gate_up[index](rows))
-        return self._gate_up[index].gated(rows, self._activation)
+        return _inner(self._gate_up[index], rows, self._activation)
 
 
 class StackedExperts(ExpertProduct):
@@ -154,15 +164,21 @@ class StackedExperts(ExpertProduct):
 
     def __init__(self, part: ExpertPart) -> None:
         def biases(shape: tuple[int, int]) -> torch.Tensor:
-            return torch.empty(len(part.experts), shape[0], dtype=part.dtype, device=part.device)
+            return torch.empty(part.num_stored, shape[0], dtype=part.dtype, device=part.device)
 
         self._first_expert = part.experts.start
+        self._num_stacked = part.config.num_stacked
         self._gate = part.config.gate
         self._activation = part.config.activation
         self._gate_up_bias = biases(part.gate_up_shape) if part.config.has_bias else None
         self._down_bias = biases(part.down_shape) if part.has_output_bias else None
         self._stored: ExpertWeights | None = None
         """The weights that the kernels read; None before `finalize`."""
+        self._others: ExpertWeights | None = None
+        """Those of all experts but the stacked ones."""
+        self._stacked: list[tuple[LinearKernel, torch.Tensor]] = []
+        """The input and output projections of the stacked experts."""
+        self._has_shared_gate = part.config.has_shared_gate
         self._allocate(part)
 
     @abstractmethod
@@ -181,11 +197,32 @@ class StackedExperts(ExpertProduct):
         return None if self._down_bias is None else self._down_bias[expert]
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return self._sums(x, choice, None)
+
+    def forward_residual(self, stream: torch.Tensor, x: torch.Tensor, choice: Choice) -> None:
+        self._sums(x, choice, stream)
+
+    def _sums(self, x: torch.Tensor, choice: Choice, stream: torch.Tensor | None) -> torch.Tensor:
+        """Return the sums, or the stream that they were added to."""
         # Triton is absent on machines without a GPU.
         from attention.kernels.triton.experts import expert_sums
 
-        assert self._stored is not None
-        return expert_sums(x, choice.experts, choice.weights, self._stored)
+        experts, weights = choice
+        if not self._num_stacked or len(x) <= _MAX_STACKED_ROWS:
+            assert self._stored is not None
+            return expert_sums(x, experts, weights, self._stored, stream=stream)
+        # Products that all rows share are faster by themselves.
+        assert self._others is not None
+        num_chosen = experts.shape[1] - self._num_stacked
+        out = expert_sums(
+            x, experts[:, :num_chosen], weights[:, :num_chosen], self._others, stream=stream
+        )
+        for index, (kernel, down) in enumerate(self._stacked, start=num_chosen):
+            inner = _inner(kernel, x, self._activation)
+            if self._has_shared_gate:
+                inner.mul_(weights[:, index, None].to(x.dtype))
+            out.addmm_(inner, down.t())
+        return out
 
     def _store(
         self,
@@ -207,6 +244,13 @@ class StackedExperts(ExpertProduct):
             clamp=None if self._gate is None else (self._gate.alpha, self._gate.limit),
             activation=self._activation,
         )
+        if self._num_stacked:
+            num_others = len(gate_up) - self._num_stacked
+            others = slice(num_others)
+            self._others = replace(self._stored, gate_up=gate_up[others], down=down[others])
+            kind = linear_kernel_class(gate_up.dtype, gate_up.device)
+            kernels = [kind(weight, None) for weight in gate_up[num_others:]]
+            self._stacked = list(zip(kernels, down[num_others:], strict=True))
 
 
 class GroupedExperts(StackedExperts):
@@ -214,7 +258,7 @@ class GroupedExperts(StackedExperts):
 
     def _allocate(self, part: ExpertPart) -> None:
         self._gate_up, self._down = (
-            torch.empty(len(part.experts), *shape, dtype=part.dtype, device=part.device)
+            torch.empty(part.num_stored, *shape, dtype=part.dtype, device=part.device)
             for shape in (part.gate_up_shape, part.down_shape)
         )
 
@@ -248,6 +292,11 @@ class ExpertPart:
     """How weights are stored in fp8; None otherwise."""
 
     @property
+    def num_stored(self) -> int:
+        """The experts of this rank, and the stacked ones."""
+        return len(self.experts) + self.config.num_stacked
+
+    @property
     def gate_up_shape(self) -> tuple[int, int]:
         """The outputs and inputs of an expert's gate, if it has one, and up projection."""
         return self.config.num_inputs * self.intermediate_size, self.hidden_size
@@ -259,12 +308,12 @@ class ExpertPart:
 
 
 class Choice(NamedTuple):
-    """The experts of some tokens."""
+    """The experts of some tokens, the stacked ones last."""
 
     experts: torch.Tensor
-    """Their indices, `[num_tokens, num_chosen]` int64, or int32 on a GPU."""
+    """Their indices, `[num_tokens, num_chosen + num_stacked]` int64, or int32 on a GPU."""
     weights: torch.Tensor
-    """The weights of their outputs, `[num_tokens, num_chosen]` float32."""
+    """The weights of their outputs, `[num_tokens, num_chosen + num_stacked]` float32."""
 
 
 class Router(Layer):
@@ -278,26 +327,39 @@ class Router(Layer):
         place: Placement,
         *,
         hidden_size: int,
+        gate_name: str = "",
     ) -> None:
-        """The tensor of factors, if there is one, multiplies the weights of chosen experts."""
+        """The tensor of factors, if there is one, multiplies the weights of chosen experts.
+
+        `gate_name` is the layer of the gate of stacked experts, if they have a gate.
+        """
         self._name = name
+        self._gate_name = gate_name
+        self._num_stacked = experts.num_stacked
+        self._has_gate = experts.num_stacked > 0 and experts.has_shared_gate
+        self._num_experts = experts.num_experts
         self._factors_name = factors_name
         self._factors = None
         if factors_name is not None:
             self._factors = torch.empty(
                 experts.num_experts, dtype=torch.float32, device=place.device
             )
-        self._shape = (experts.num_experts, hidden_size)
+        self._shape = (experts.num_experts + self._has_gate, hidden_size)
         self._num_chosen = experts.num_chosen
         self._is_renormalized = experts.is_renormalized
+        self._sigmoid: SigmoidScores | None = None
+        """How sigmoids choose, if they do."""
+        self._has_kernel = True
+        """Whether a GPU chooses in one kernel."""
+        self._kernel_dtype = place.dtype
         self._kernel = make_linear_kernel(
             *self._shape, has_bias=experts.has_bias, dtype=place.dtype, device=place.device
         )
 
     def __call__(self, x: torch.Tensor) -> Choice:
         """Return the experts of each of `[num_tokens, hidden_size]`."""
-        logits = self._kernel(x)
-        if logits.is_cuda:
+        logits = self._kernel(x.to(self._kernel_dtype))
+        if logits.is_cuda and self._has_kernel:
             # Triton is absent on machines without a GPU.
             from attention.kernels.triton.experts import choose_experts
 
@@ -307,27 +369,50 @@ class Router(Layer):
                     self._num_chosen,
                     is_renormalized=self._is_renormalized,
                     factors=self._factors,
+                    sigmoid=self._sigmoid,
+                    num_stacked=self._num_stacked,
+                    has_gate=self._has_gate,
                 )
             )
+        experts, weights = self._chosen(logits[:, : self._num_experts])
+        if self._num_stacked:
+            shape = len(x), self._num_stacked
+            stacked = self._num_experts + torch.arange(self._num_stacked, device=x.device)
+            gates = weights.new_ones(shape)
+            if self._has_gate:
+                gates = logits[:, self._num_experts :].float().sigmoid().expand(shape)
+            experts = torch.cat((experts, stacked.expand(shape)), dim=1)
+            weights = torch.cat((weights, gates), dim=1)
+        return Choice(experts.int() if experts.is_cuda else experts, weights)
+
+    def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts that logits choose, and their weights."""
         probabilities = logits.softmax(1, dtype=torch.float32)
         weights, experts = probabilities.topk(self._num_chosen, dim=1)
         if self._is_renormalized:
             weights = weights / weights.sum(1, keepdim=True)
         if self._factors is not None:
             weights = weights * self._factors[experts]
-        return Choice(experts, weights)
+        return experts, weights
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(
             name=f"{self._name}.weight",
-            shape=self._shape,
+            shape=(self._num_experts, self._shape[1]),
             part=(slice(None), slice(None)),
-            target=self._kernel.weight,
+            target=self._kernel.weight[: self._num_experts],
         )
+        if self._has_gate:
+            yield WeightShard(
+                name=f"{self._gate_name}.weight",
+                shape=(1, self._shape[1]),
+                part=(slice(None), slice(None)),
+                target=self._kernel.weight[self._num_experts :],
+            )
         if self._kernel.bias is not None:
             yield WeightShard(
                 name=f"{self._name}.bias",
-                shape=self._shape[:1],
+                shape=(self._num_experts,),
                 part=(slice(None),),
                 target=self._kernel.bias,
             )
@@ -359,20 +444,22 @@ class SigmoidRouter(Router):
         place: Placement,
         *,
         hidden_size: int,
+        gate_name: str = "",
     ) -> None:
         if experts.has_exact_router:
             place = replace(place, dtype=torch.float32)
-        super().__init__(name, None, experts, place, hidden_size=hidden_size)
-        self._dtype = place.dtype
+        super().__init__(name, None, experts, place, hidden_size=hidden_size, gate_name=gate_name)
         self._groups = experts.num_groups, experts.num_chosen_groups
+        self._has_kernel = experts.num_groups == 1
         self._bias_name = bias_name
         self._scale, self._sum_eps = experts.weight_scale, experts.sum_eps
         self._bias = None
         if experts.has_choice_bias:
             self._bias = torch.empty(experts.num_experts, dtype=torch.float32, device=place.device)
+        self._sigmoid = SigmoidScores(bias=self._bias, scale=self._scale, sum_eps=self._sum_eps)
 
-    def __call__(self, x: torch.Tensor) -> Choice:
-        scores = self._kernel(x.to(self._dtype)).sigmoid().float()
+    def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.sigmoid().float()
         biased = scores if self._bias is None else scores + self._bias
         if self._groups[0] > 1:
             biased = self._in_best_groups(biased)
@@ -380,9 +467,7 @@ class SigmoidRouter(Router):
         weights = scores.gather(1, experts)
         if self._is_renormalized:
             weights = weights / (weights.sum(1, keepdim=True) + self._sum_eps)
-        if experts.is_cuda:
-            experts = experts.int()
-        return Choice(experts, weights * self._scale)
+        return experts, weights * self._scale
 
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores with -inf in all groups but those with the highest sums of two scores."""
@@ -501,6 +586,13 @@ def product_class(
     # CPUs, and products in other dtypes, have no kernel for it.
     is_multiplied = device.type == "cuda" and dtype == torch.bfloat16
     return Mxfp4Experts if is_multiplied else DequantizedExperts
+
+
+def _inner(kernel: LinearKernel, rows: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return the input of the down projection of an expert with or without a gate."""
+    if activation == "relu2":
+        return activation_function(activation)(kernel(rows))
+    return kernel.gated(rows, activation)
 
 
 def _packed(matrix: Mxfp4Matrix) -> torch.Tensor:

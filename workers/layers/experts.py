@@ -23,7 +23,7 @@ from workers.layers.expert_product import (
 )
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import BLOCK_BYTES, Mxfp4Matrix
-from workers.layers.linear import ColumnParallelLinear, Columns
+from workers.layers.linear import ColumnParallelLinear, Columns, columns_of
 from workers.layers.weight import Layer, MatrixPart, Placement, WeightShard, part_of, steps_of
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class ExpertLayer(Layer):
         hidden_size: int,
         shared: MLP | None,
     ) -> None:
-        """`shared` is an MLP that every token passes."""
+        """`shared` is an MLP that every token passes, unless it is stacked."""
         self._shared_gate = None
-        if experts.has_shared_gate:
+        if experts.has_shared_gate and not experts.num_stacked:
             columns = Columns(name=f"{prefix}.{names.shared_gate}", total=1, part=slice(0, 1))
             self._shared_gate = ColumnParallelLinear(hidden_size, [columns], place, has_bias=False)
         inner_size = experts.latent_size or hidden_size
@@ -71,6 +71,7 @@ class ExpertLayer(Layer):
         self._num_experts = experts.num_experts
         self._num_chosen = experts.num_chosen
         self._num_inputs = experts.num_inputs
+        self._num_stacked = experts.num_stacked
         self._hidden_size = inner_size
         self._group = place.group
         self._shared = shared
@@ -113,6 +114,12 @@ class ExpertLayer(Layer):
             shared.mul_(self._shared_gate(x).sigmoid())
         return out.add_(shared)
 
+    def forward_residual(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        if self._latent or self._shared is not None:
+            return self.partial(x)
+        return self._product.forward_residual(stream, x, self.choose(x))
+
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from self._router.weight_shards()
         yield from self._tensors.weight_shards(self._product)
@@ -128,10 +135,14 @@ class ExpertLayer(Layer):
         # The part of experts that a rank has as a whole.
         part = len(tensors.experts) / self._num_experts
         size = self._hidden_size * tensors.intermediate_size
+        num_stacked, num_bytes = self._num_stacked, self._product.num_bytes
+        # All experts of a rank are equally large.
+        stacked_bytes = num_bytes * num_stacked // (len(tensors.experts) + num_stacked)
         work = self._router.weight_work() + WeightWork(
-            expert_bytes=self._product.num_bytes,
+            num_bytes=stacked_bytes,
+            expert_bytes=num_bytes - stacked_bytes,
             # The projections of the input, and the down projection.
-            row_flop=self._num_chosen * part * (self._num_inputs + 1) * 2.0 * size,
+            row_flop=(self._num_chosen * part + num_stacked) * (self._num_inputs + 1) * 2.0 * size,
         )
         others = (self._shared, self._shared_gate, *self._latent)
         return sum((layer.weight_work() for layer in others if layer is not None), work)
@@ -155,12 +166,12 @@ def _whole_linear(name: str, in_size: int, out_size: int, place: Placement) -> C
 def _make_router(
     prefix: str, names: TensorNames, experts: ExpertsConfig, place: Placement, hidden_size: int
 ) -> Router:
-    name = f"{prefix}.{names.router}"
+    name, gate = f"{prefix}.{names.router}", f"{prefix}.{names.shared_gate}"
     if experts.has_sigmoid_scores:
-        bias_name = f"{prefix}.{names.router_bias}"
-        return SigmoidRouter(name, bias_name, experts, place, hidden_size=hidden_size)
+        bias = f"{prefix}.{names.router_bias}"
+        return SigmoidRouter(name, bias, experts, place, hidden_size=hidden_size, gate_name=gate)
     factors = None if names.expert_scales is None else f"{prefix}.{names.expert_scales}"
-    return Router(name, factors, experts, place, hidden_size=hidden_size)
+    return Router(name, factors, experts, place, hidden_size=hidden_size, gate_name=gate)
 
 
 def _fp8_format(prefix: str, names: TensorNames, quantization: Quantization) -> Fp8Format | None:
@@ -221,6 +232,35 @@ class ExpertTensors:
         for expert in range(self._config.num_experts):
             yield from self._input_shards(expert, product)
             yield from self._output_shards(expert, product)
+        for number in range(self._config.num_stacked):
+            yield from self._stacked_shards(number, product)
+
+    def _stacked_shards(self, number: int, product: ExpertProduct) -> Iterator[WeightShard]:
+        """Yield this rank's part of an equal share of the shared MLP."""
+        config, names = self._config, self._names
+        first = number * config.intermediate_size
+        total = config.num_stacked * config.intermediate_size
+        part = slice(first + self._part.start, first + self._part.stop)
+        index = len(self.experts) + number
+        gate_up, down = product.gate_up(index), product.down(index)
+        assert isinstance(gate_up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
+        inputs = [f"{self._prefix}.{name}" for name in names.shared_input]
+        layers = columns_of(inputs, [(total, part)] * config.num_inputs)
+        targets = gate_up.chunk(config.num_inputs)
+        for columns, target in zip(layers, targets, strict=True):
+            yield WeightShard(
+                name=f"{columns.name}.weight",
+                shape=(columns.total, self._hidden_size),
+                part=(columns.part, _ALL),
+                target=target,
+            )
+        yield WeightShard(
+            name=f"{self._prefix}.{names.shared_output}.weight",
+            shape=(self._hidden_size, total),
+            part=(_ALL, part),
+            target=down,
+        )
 
     def _input_shards(self, expert: int, product: ExpertProduct) -> Iterator[WeightShard]:
         size, hidden_size = self.intermediate_size, self._hidden_size

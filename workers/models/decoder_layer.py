@@ -6,6 +6,7 @@ kernels that do several of these operations at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.layers.experts import ExpertLayer
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pagedray.model_config import ModelConfig, NormKind
+    from pagedray.model_config import ExpertsConfig, ModelConfig, NormKind
     from pagedray.rank_roofline import WeightWork
     from workers.layers.rope import Rotation
 
@@ -173,6 +174,22 @@ def _make_mixer(
     return make_recurrent(prefix, config, layer_index, place)
 
 
+def num_stacked(config: ModelConfig, experts: ExpertsConfig, place: Placement) -> int:
+    """Return the number of experts that a rank stores the shared MLP as; 0 if it stays an MLP.
+
+    The kernels of a GPU for experts then compute it too, and its gate is a column of the router.
+    """
+    if experts.shared_size is None or place.device.type != "cuda":
+        return 0
+    is_gated = experts.num_inputs == 2
+    is_equal = config.activation == experts.activation and config.is_mlp_gated == is_gated
+    is_plain = place.quantization is None and not experts.is_mxfp4 and experts.gate is None
+    has_biases = config.has_mlp_bias or experts.has_bias
+    is_whole = not experts.is_expert_parallel and experts.latent_size is None
+    number, rest = divmod(experts.shared_size, experts.intermediate_size)
+    return number if is_equal and is_plain and is_whole and not has_biases and not rest else 0
+
+
 def _make_mlp(
     prefix: str, config: ModelConfig, layer_index: int, place: Placement
 ) -> MLP | ExpertLayer:
@@ -196,7 +213,8 @@ def _make_mlp(
     if experts is None or config.has_side_experts:
         return mlp(names.mlp_input, names.mlp_output, config.mlp_size(layer_index))
     shared = None
-    if experts.shared_size is not None:
+    experts = replace(experts, num_stacked=num_stacked(config, experts, place))
+    if experts.shared_size is not None and not experts.num_stacked:
         shared = mlp(names.shared_input, names.shared_output, experts.shared_size)
     return ExpertLayer(
         prefix,

@@ -281,7 +281,7 @@ class FusedMLP:
 
 
 class FusedExperts:
-    """Experts as an MLP: the router reads rows as they are, and no kernel adds to the stream."""
+    """Experts as an MLP: the router reads rows as they are."""
 
     def __init__(self, experts: ExpertLayer) -> None:
         self._experts = experts
@@ -302,9 +302,9 @@ class FusedExperts:
         return self._experts.partial(x)
 
     def forward_residual(self, stream: torch.Tensor, x: Rows) -> Delta:
-        """Return the output."""
-        del stream
-        return self.partial(x)
+        """Add the output to the stream, in place, if one kernel does both; else return it."""
+        assert isinstance(x, torch.Tensor)
+        return self._experts.forward_residual(stream, x)
 
 
 class FusedNoMLP:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.arguments import ExpertWeights
+from attention.kernels.arguments import ExpertWeights, SigmoidScores
 from attention.kernels.triton.experts import (
     MAX_ROW_PAIRS,
     ExpertTuning,
@@ -58,10 +58,67 @@ def test_factors_multiply_the_weights_of_their_experts() -> None:
     torch.testing.assert_close(found, weights * factors.to(DEVICE)[experts.long()])
 
 
+@pytest.mark.parametrize("is_renormalized", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_sigmoids_choose_with_a_bias_and_weigh_without(
+    has_bias: bool, is_renormalized: bool
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 20, generator=generator).mul(4)
+    bias = torch.randn(20, generator=generator) if has_bias else None
+    scores = logits.double().sigmoid()
+    experts = (scores if bias is None else scores + bias).topk(6).indices
+    weights = scores.gather(1, experts)
+    if is_renormalized:
+        weights /= weights.sum(1, keepdim=True) + 0.01
+    sigmoid = SigmoidScores(bias=None if bias is None else bias.to(DEVICE), scale=2.5, sum_eps=0.01)
+    ours, shares = choose_experts(
+        logits.to(DEVICE), 6, is_renormalized=is_renormalized, sigmoid=sigmoid
+    )
+    assert ours.tolist() == experts.tolist()
+    torch.testing.assert_close(shares.cpu().double(), 2.5 * weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sigmoid", [None, SigmoidScores(bias=None)], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_every_row_chooses_the_stacked_experts(
+    has_gate: bool, sigmoid: SigmoidScores | None
+) -> None:
+    logits = torch.randn(5, 13, device=DEVICE)
+    others, other_weights = choose_experts(logits[:, :12], 3, is_renormalized=True, sigmoid=sigmoid)
+    experts, weights = choose_experts(
+        logits[:, : 12 + has_gate],
+        3,
+        is_renormalized=True,
+        sigmoid=sigmoid,
+        num_stacked=2,
+        has_gate=has_gate,
+    )
+    assert torch.equal(experts[:, :3], others)
+    assert torch.equal(weights[:, :3], other_weights)
+    assert experts[:, 3:].tolist() == [[12, 13]] * 5
+    gates = logits[:, 12:].sigmoid() if has_gate else torch.ones(5, 1, device=DEVICE)
+    torch.testing.assert_close(weights[:, 3:], gates.expand(5, 2))
+
+
 def test_of_equal_experts_the_first_are_chosen() -> None:
     experts, weights = choose_experts(torch.ones(2, 7, device=DEVICE), 3, is_renormalized=True)
     assert experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(weights.cpu(), torch.full((2, 3), 1 / 3))
+
+
+# What numpy, which the interpreter computes with, says of such rows.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("is_renormalized", [False, True])
+def test_nan_is_in_all_weights_by_sigmoids(is_renormalized: bool) -> None:
+    logits = torch.zeros(3, 5, device=DEVICE)
+    logits[1, 4] = torch.nan
+    experts, weights = choose_experts(
+        logits, 2, is_renormalized=is_renormalized, sigmoid=SigmoidScores(bias=None)
+    )
+    assert ((experts >= 0) & (experts < 5)).all()
+    assert weights[1].isnan().all()
+    torch.testing.assert_close(weights[[0, 2]].cpu(), torch.full((2, 2), 0.5))
 
 
 # What numpy, which the interpreter computes with, says of such rows.
@@ -212,6 +269,20 @@ def test_rows_of_other_ranks_experts_are_zero(num_rows: int, tuning: ExpertTunin
     case = ExpertCase(num_rows, num_chosen=1)
     case.experts.fill_(4)
     assert not case.sums_of(slice(1, 3), tuning).any()
+
+
+@pytest.mark.parametrize(("num_rows", "tuning"), few_rows_and_many(2, 50), ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_are_added_to_a_stream(
+    dtype: torch.dtype, num_rows: int, tuning: ExpertTuning | None
+) -> None:
+    case = ExpertCase(num_rows, dtype=dtype)
+    stream = torch.randn(num_rows, 40).to(DEVICE, dtype)
+    expected = stream + case.sums(tuning)
+    stored = ExpertWeights(first_expert=0, gate_up=case.gate_up, down=case.down)
+    added = expert_sums(case.x, case.experts, case.weights, stored, tuning=tuning, stream=stream)
+    assert added is stream
+    assert torch.equal(stream, expected)
 
 
 def test_all_rows_of_one_expert_are_summed() -> None:

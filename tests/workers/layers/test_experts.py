@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from pagedray.model_config import ClampedGate, ExpertsConfig, TensorNames
 from tests.workers.lone_rank import LoneRank
+from workers.layers import expert_product
 from workers.layers.expert_product import (
     Choice,
     DequantizedExperts,
@@ -20,6 +21,8 @@ from workers.layers.expert_product import (
 from workers.layers.experts import ExpertLayer
 from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
+from workers.layers.linear_kernel import DenseLinear
+from workers.layers.mlp import GatedMLP, MLPParams, PlainMLP
 from workers.layers.weight import Placement
 from workers.parallel.group import ParallelGroup, SoloGroup
 
@@ -63,7 +66,14 @@ def filled_layer(
 ) -> tuple[ExpertLayer, dict[str, torch.Tensor]]:
     """Return a layer and its whole tensors in float64, by the names of the checkpoint."""
     layer = empty_layer(names, config, group)
-    tensors: dict[str, torch.Tensor] = {}
+    return layer, {name: tensor.double() for name, tensor in filled(layer).items()}
+
+
+def filled(
+    layer: ExpertLayer, tensors: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Fill a layer with the tensors of a checkpoint, or with random tensors, and return them."""
+    tensors = {} if tensors is None else tensors
     for shard in layer.weight_shards():
         if shard.name not in tensors:
             generator = torch.Generator().manual_seed(len(tensors))
@@ -71,7 +81,7 @@ def filled_layer(
         if shard.target.numel():
             shard.target.copy_(tensors[shard.name][shard.part])
     layer.finalize()
-    return layer, {name: tensor.double() for name, tensor in tensors.items()}
+    return tensors
 
 
 def expected(
@@ -197,6 +207,83 @@ def test_the_parts_of_three_ranks_add_up(
     parts = [filled_layer(names, config, LoneRank(rank, 3))[0](x) for rank in range(3)]
     whole, _ = filled_layer(names, config)
     torch.testing.assert_close(torch.stack(parts).sum(0), whole(x))
+
+
+SHARED = replace(
+    TensorNames(),
+    shared_input=("shared.gate", "shared.up"),
+    shared_output="shared.down",
+    shared_gate="shared_gate",
+)
+SHARED_FUSED = replace(SHARED, shared_input=("shared.input",))
+UP_ONLY = replace(
+    SHARED_FUSED, expert_input=("mlp.experts.{}.up_proj.weight",), router_bias="mlp.bias"
+)
+SIGMOID = replace(
+    EXPERTS,
+    activation="relu2",
+    has_sigmoid_scores=True,
+    has_choice_bias=True,
+    weight_scale=2.5,
+)
+
+
+def layer_with_shared(names: TensorNames, config: ExpertsConfig) -> ExpertLayer:
+    """Return a layer with a shared MLP of its own."""
+    place = Placement(SoloGroup(), torch.float32, CPU)
+    params = MLPParams(
+        hidden_size=HIDDEN,
+        intermediate_size=2 * config.intermediate_size,
+        activation=config.activation,
+        has_bias=False,
+    )
+    kind = PlainMLP if config.activation == "relu2" else GatedMLP
+    inputs = tuple(f"p.{name}" for name in names.shared_input)
+    shared = kind(inputs, f"p.{names.shared_output}", params, place)
+    return ExpertLayer("p", names, config, place, hidden_size=HIDDEN, shared=shared)
+
+
+@pytest.mark.parametrize(
+    ("names", "config"),
+    [
+        (SHARED, replace(EXPERTS, has_shared_gate=True)),
+        (SHARED_FUSED, EXPERTS),
+        (UP_ONLY, SIGMOID),
+    ],
+    ids=["gate", "fused", "sigmoid"],
+)
+@pytest.mark.parametrize("kind", ["linear", "few rows", "many rows"])
+@torch.inference_mode()
+def test_a_shared_mlp_may_be_stored_as_experts(
+    kind: str, names: TensorNames, config: ExpertsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = layer_with_shared(names, config)
+    tensors = filled(whole)
+    device = CPU
+    if kind != "linear":
+        pytest.importorskip("triton")
+        device = TRITON_DEVICE
+        monkeypatch.setattr(expert_product, "_plain_class", lambda _: GroupedExperts)
+        monkeypatch.setattr(expert_product, "linear_kernel_class", lambda *_: DenseLinear)
+    if kind == "many rows":
+        monkeypatch.setattr(expert_product, "_MAX_STACKED_ROWS", 4)
+    x = rows_of(9)
+    sums = torch.zeros(9, HIDDEN)
+    for rank in range(2):
+        layer = ExpertLayer(
+            "p",
+            names,
+            replace(config, num_stacked=2),
+            Placement(LoneRank(rank, 2), torch.float32, device),
+            hidden_size=HIDDEN,
+            shared=None,
+        )
+        filled(layer, tensors)
+        stream = torch.ones(9, HIDDEN, device=device)
+        output = layer.forward_residual(stream, x.to(device))
+        sums += (stream - 1.0 if output is None else output).cpu()
+        assert 2 * layer.weight_work().expert_bytes == whole.weight_work().expert_bytes
+    torch.testing.assert_close(sums, whole(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rank_reads_only_its_experts() -> None:

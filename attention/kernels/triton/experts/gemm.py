@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_MXFP4_ROW_PAIRS", "MAX_ROW_PAIRS", "expert_sums"]
 
-MAX_ROW_PAIRS = 64
-"""Maximum number of pairs for which `rows.py` is used."""
+MAX_ROW_PAIRS = 72
+"""Maximum number of pairs for which `rows.py` is used: 8 rows with 8 experts and a stacked one."""
 MAX_MXFP4_ROW_PAIRS = 32
 """The same in mxfp4."""
 _SUM_TILE = 1024
@@ -43,8 +43,11 @@ def expert_sums(
     stored: ExpertWeights,
     *,
     tuning: ExpertTuning | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, `[num_rows, hidden_size]`.
+
+    With a stream of this shape, the sums are added to it, in place, and it is returned.
 
     x is `[num_rows, hidden_size]`; experts integers and weights float32, `[num_rows, num_chosen]`.
     In mxfp4 on GPUs, x is in bfloat16.
@@ -65,12 +68,14 @@ def expert_sums(
     assert stored.gate_up_bias is None or stored.gate_up_bias.is_contiguous()
     assert stored.down_bias is None or stored.down_bias.is_contiguous()
     num_pairs = num_rows * num_chosen
-    out = x.new_empty((num_rows, hidden_size))
+    out = x.new_empty((num_rows, hidden_size)) if stream is None else stream
+    assert out.is_contiguous()
     if not num_pairs:
         return out
     experts, weights = experts.contiguous(), weights.contiguous()
     if tuning is None and num_pairs <= (MAX_MXFP4_ROW_PAIRS if is_mxfp4 else MAX_ROW_PAIRS):
-        return row_expert_sums(x, experts, weights, stored)
+        row_expert_sums(x, experts, weights, stored, out, adds=stream is not None)
+        return out
     tuning = tuning or default_expert_tuning(
         num_pairs=num_pairs, num_experts=num_experts, dtype=x.dtype, is_mxfp4=is_mxfp4
     )
@@ -137,6 +142,7 @@ def expert_sums(
         hidden_size,
         num_experts=num_experts,
         num_chosen=num_chosen,
+        adds=stream is not None,
         tile=_SUM_TILE,
         **dependent_launch(x.device),
     )

@@ -6,12 +6,17 @@ For the numbers of experts that models have, this is faster than a sort.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
+
+if TYPE_CHECKING:
+    from attention.kernels.arguments import SigmoidScores
 
 __all__ = ["choose_experts", "grouped_pairs"]
 
@@ -98,32 +103,46 @@ def choose_experts(
     *,
     is_renormalized: bool,
     factors: torch.Tensor | None = None,
+    sigmoid: SigmoidScores | None = None,
+    num_stacked: int = 0,
+    has_gate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of the highest softmax, int32, and their weights, float32.
+    """Return the experts of the highest scores, int32, and their weights, float32.
 
-    logits is `[num_rows, num_experts]`; both results are `[num_rows, num_chosen]`, the highest
-    first and equal values by index. The weights of a row are its softmax, divided by their sum if
-    `is_renormalized`, and times the experts' `factors`, float32 `[num_experts]`, if given.
+    logits is `[num_rows, num_experts]`, with another column if `has_gate`; both results are
+    `[num_rows, num_chosen + num_stacked]`, the highest first and equal values by index. Scores are
+    the softmax of a row, or with `sigmoid` its sigmoids. The weights of a row are its scores,
+    divided by their sum if `is_renormalized`, and times the experts' `factors`, float32
+    `[num_experts]`, if given. Every row chooses the stacked experts behind all others, each with a
+    weight of 1, or with the sigmoid of the other column.
     """
-    num_rows, num_experts = logits.shape
+    num_rows, num_experts = len(logits), logits.shape[1] - has_gate
     assert logits.stride(1) == 1
     assert 0 < num_chosen <= num_experts
-    experts = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=logits.device)
+    assert factors is None or sigmoid is None
+    shape = num_rows, num_chosen + num_stacked
+    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    numbers = factors if sigmoid is None else sigmoid.bias
     if num_rows:
         tile = next_power_of_two(num_experts)
         _choose[(num_rows,)](
             logits,
-            logits if factors is None else factors,
+            logits if numbers is None else numbers,
             experts,
             weights,
             logits.stride(0),
-            has_factors=factors is not None,
+            has_numbers=numbers is not None,
+            is_sigmoid=sigmoid is not None,
+            scale=1.0 if sigmoid is None else sigmoid.scale,
+            sum_eps=0.0 if sigmoid is None else sigmoid.sum_eps,
             num_experts=num_experts,
             num_chosen=num_chosen,
+            num_stacked=num_stacked,
+            has_gate=has_gate,
             is_renormalized=is_renormalized,
             tile=tile,
-            chosen_tile=next_power_of_two(num_chosen),
+            chosen_tile=next_power_of_two(num_chosen + num_stacked),
             num_warps=max(1, min(tile // 128, 4)),
             **dependent_launch(logits.device),
         )
@@ -133,13 +152,18 @@ def choose_experts(
 @triton.jit
 def _choose(
     logits: tl.tensor,
-    factors: tl.tensor,
+    numbers: tl.tensor,
     experts: tl.tensor,
     weights: tl.tensor,
     logits_stride: tl.tensor,
-    has_factors: tl.constexpr,
+    has_numbers: tl.constexpr,
+    is_sigmoid: tl.constexpr,
+    scale: tl.constexpr,
+    sum_eps: tl.constexpr,
     num_experts: tl.constexpr,
     num_chosen: tl.constexpr,
+    num_stacked: tl.constexpr,
+    has_gate: tl.constexpr,
     is_renormalized: tl.constexpr,
     is_dependent: tl.constexpr,
     tile: tl.constexpr,
@@ -147,18 +171,28 @@ def _choose(
 ) -> None:
     """Write the experts of a row and their weights.
 
-    Launched by `choose_experts`; grid `(num_rows,)`. Pointers: logits `[num_rows, num_experts]`;
-    factors `[num_experts]` float32; experts and weights `[num_rows, num_chosen]`.
+    Launched by `choose_experts`; grid `(num_rows,)`. Pointers: logits `[num_rows, num_experts]`, or
+    more columns; numbers `[num_experts]` float32, factors or biases; experts and weights
+    `[num_rows, num_chosen + num_stacked]`.
     """
     wait_for_inputs(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     indices = tl.arange(0, tile)
     is_expert = indices < num_experts
-    left = tl.load(logits + row * logits_stride + indices, mask=is_expert, other=-float("inf")).to(
-        tl.float32
-    )
+    logits += row * logits_stride
+    left = tl.load(logits + indices, mask=is_expert, other=-float("inf")).to(tl.float32)
     highest = tl.max(left, axis=0)
-    total = tl.sum(tl.exp(left - highest), axis=0)
+    if is_sigmoid:
+        scores = 1.0 / (1.0 + tl.exp(-left))
+        # NaN of any score is in all weights.
+        total = tl.sum(scores, axis=0) * 0.0 + 1.0
+        left = scores
+        if has_numbers:
+            left += tl.load(numbers + indices, mask=is_expert, other=0.0)
+        left = tl.where(is_expert, left, -float("inf"))
+    else:
+        scores = tl.exp(left - highest)
+        total = tl.sum(scores, axis=0)
     places = tl.arange(0, chosen_tile)
     chosen = tl.zeros((chosen_tile,), dtype=tl.int32)
     shares = tl.zeros((chosen_tile,), dtype=tl.float32)
@@ -167,13 +201,29 @@ def _choose(
         # If no logit equals the maximum, the row has NaN, which any expert propagates.
         index = tl.min(tl.where(left == best, indices, num_experts - 1), axis=0)
         chosen = tl.where(places == place, index, chosen)
-        shares = tl.where(places == place, tl.exp(best - highest), shares)
+        share = tl.exp(best - highest)
+        if is_sigmoid:
+            share = tl.sum(tl.where(indices == index, scores, 0.0), axis=0)
+        shares = tl.where(places == place, share, shares)
         left = tl.where(indices == index, -float("inf"), left)
     if is_renormalized:
-        total = tl.sum(shares, axis=0)
-    is_chosen = places < num_chosen
-    tl.store(experts + row * num_chosen + places, chosen, mask=is_chosen)
+        if is_sigmoid:
+            total *= tl.sum(shares, axis=0) + sum_eps
+        else:
+            total = tl.sum(shares, axis=0)
     shares /= total
-    if has_factors:
-        shares *= tl.load(factors + chosen)
-    tl.store(weights + row * num_chosen + places, shares, mask=is_chosen)
+    if is_sigmoid:
+        shares *= scale
+    elif has_numbers:
+        shares *= tl.load(numbers + chosen)
+    if num_stacked > 0:
+        share = 1.0
+        if has_gate:
+            share = 1.0 / (1.0 + tl.exp(-tl.load(logits + num_experts).to(tl.float32)))
+        is_stacked = places >= num_chosen
+        chosen = tl.where(is_stacked, num_experts + places - num_chosen, chosen)
+        shares = tl.where(is_stacked, share, shares)
+    is_chosen = places < num_chosen + num_stacked
+    first = row * (num_chosen + num_stacked)
+    tl.store(experts + first + places, chosen, mask=is_chosen)
+    tl.store(weights + first + places, shares, mask=is_chosen)

@@ -180,6 +180,7 @@ def _down_rows(
     first_expert: tl.tensor,
     num_chosen: tl.constexpr,
     has_bias: tl.constexpr,
+    adds: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -192,7 +193,7 @@ def _down_rows(
     tile: tl.constexpr,
     vector: tl.constexpr,
 ) -> None:
-    """Write the weighted sum of a row's experts, for some columns.
+    """Write the weighted sum of a row's experts, for some columns, or add it if `adds` is set.
 
     Launched by `row_expert_sums`; grid `(tiles of columns, num_rows)`. Pointers: down and scales as
     of `expert_sums`; biases `[num_experts, hidden_size]`; weights `[num_rows, num_chosen]` float32;
@@ -233,17 +234,23 @@ def _down_rows(
             bias = tl.load(biases + expert * hidden_size + read).to(tl.float32)
             total += tl.where(is_ours, bias * share, 0.0)
     total += tl.sum(sums, axis=1)
-    tl.store(
-        out + row.to(tl.int64) * hidden_size + columns,
-        total.to(out.dtype.element_ty),
-        mask=columns < hidden_size,
-    )
+    out += row.to(tl.int64) * hidden_size
+    if adds:
+        # Round first, as if the sum had been stored before the addition.
+        total = tl.load(out + read).to(tl.float32) + total.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
 
 
 def row_expert_sums(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, stored: ExpertWeights
-) -> torch.Tensor:
-    """Compute `expert_sums` by a kernel for few rows."""
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    stored: ExpertWeights,
+    out: torch.Tensor,
+    *,
+    adds: bool,
+) -> None:
+    """Write `expert_sums` by kernels for few rows, or add them to `out`."""
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
     inner_size = stored.inner_size
@@ -251,7 +258,6 @@ def row_expert_sums(
     if stored.is_mxfp4:
         gate_up, down = gate_up.view(torch.int32), down.view(torch.int32)
     inner = x.new_empty((num_rows * num_chosen, inner_size))
-    out = x.new_empty((num_rows, hidden_size))
     common = {
         "num_chosen": num_chosen,
         "hidden_size": hidden_size,
@@ -296,7 +302,7 @@ def row_expert_sums(
         experts,
         stored.first_expert,
         has_bias=stored.down_bias is not None,
+        adds=adds,
         row_size=down.shape[2],
         **common,
     )
-    return out

@@ -287,10 +287,11 @@ def sum_parts(
     hidden_size: tl.tensor,
     num_experts: tl.constexpr,
     num_chosen: tl.constexpr,
+    adds: tl.constexpr,
     is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the sum of a row's parts, in their order, for some columns.
+    """Write the sum of a row's parts, in their order, for some columns, or add it if `adds` is set.
 
     Launched by `expert_sums`; grid `(num_rows, tiles of columns)`. Pointers: parts `[num_rows,
     num_chosen, hidden_size]`; experts `[num_rows, num_chosen]`; out `[num_rows, hidden_size]`.
@@ -307,7 +308,12 @@ def sum_parts(
         if (expert >= 0) & (expert < num_experts):
             part = tl.load(parts + pair * hidden_size + columns, mask=is_column, other=0.0)
             total += part.to(tl.float32)
-    tl.store(out + row * hidden_size + columns, total.to(out.dtype.element_ty), mask=is_column)
+    out += row * hidden_size + columns
+    if adds:
+        # Round first, as if the sum had been stored before the addition.
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total += tl.load(out, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out, total.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
