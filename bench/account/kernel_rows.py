@@ -81,6 +81,7 @@ class KernelRow:
     launches: float
     """A step, as are all other figures but `us_each`."""
     us_each: float
+    """From its start, or from the end of earlier kernels if that is later, to its end."""
     us: float
     gigabytes: float | None = None
     """By formula; None for kernels without one."""
@@ -209,10 +210,13 @@ def kernel_rows(steps: list[list[Launch]], gemms: list[Gemm]) -> list[KernelRow]
         inside = step[1:-1]
         is_known = sum(_is_gemm(one.name) for one in inside) == len(gemms)
         labeled = iter(gemms)
+        end = 0
         for one in inside:
             gemm = next(labeled) if is_known and _is_gemm(one.name) else None
             key = "" if gemm is None else gemm.label, one.name
-            times[key] += one.end - one.start
+            # A kernel that starts before the last one ends waits for its end.
+            times[key] += max(one.end - max(one.start, end), 0)
+            end = max(end, one.end)
             counts[key] += 1
             if gemm is not None:
                 multiplied[key].append(gemm)

@@ -33,6 +33,7 @@ __all__ = [
     "norm_kernels",
     "quantized_gate_kernel",
     "rotate_kernel",
+    "sigmoid_gate_kernel",
     "soft_cap_kernel",
 ]
 
@@ -155,6 +156,17 @@ def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | No
     from attention.kernels.triton.gated_activation import gated
 
     return partial(gated, kind=activation)
+
+
+def sigmoid_gate_kernel(
+    device: torch.device,
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return the kernel that multiplies by the sigmoids of gates, in place."""
+    if device.type != "cuda":
+        return None
+    from attention.kernels.triton.gated_activation import sigmoid_gated
+
+    return sigmoid_gated
 
 
 def quantized_gate_kernel(

@@ -148,7 +148,10 @@ class _PartialRotation(Rotation):
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         part = heads.narrow(2, 0, self._size)
-        part.copy_(self._rotation(part.contiguous()))
+        if isinstance(self._rotation, _KernelRotation) and part.is_cuda:
+            self._rotation(part)
+        else:
+            part.copy_(self._rotation(part.contiguous()))
         return heads
 
     def select(self, indices: torch.Tensor) -> Rotation | None:

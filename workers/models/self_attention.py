@@ -17,6 +17,7 @@ from attention.abstract import (
 )
 from attention.layer import Attention
 from pagedray.rank_roofline import WeightWork
+from workers.layers.fused_kernels import sigmoid_gate_kernel
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.norm import QKNorm, WholeQKNorm
 from workers.layers.recurrent import StepStates, layer_states
@@ -109,6 +110,7 @@ class DecoderSelfAttention(CompositeLayer):
         self.query_size = params.num_heads * size
         self.kv_size = num_kv_heads * size
         self._gate_size = self.query_size if config.has_attention_gate else 0
+        self._gate_kernel = sigmoid_gate_kernel(device)
         self.rotated_size = self._num_rotated * size
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -171,7 +173,10 @@ class DecoderSelfAttention(CompositeLayer):
             qkv, gate = qkv.split((qkv.shape[1] - self._gate_size, self._gate_size), dim=1)
             if isinstance(attention, SelectedAttention):
                 gate = gate.index_select(0, attention.indices)
-            return self._attend(qkv, rotation, attention).mul_(gate.sigmoid())
+            out = self._attend(qkv, rotation, attention)
+            if self._gate_kernel is not None:
+                return self._gate_kernel(out, gate)
+            return out.mul_(gate.sigmoid())
         return self._attend(qkv, rotation, attention)
 
     def _attend(

@@ -1,4 +1,7 @@
-"""Gates of MLPs, an activation of one half of the columns times the other half, and soft caps."""
+"""Gates of MLPs and of heads, and soft caps.
+
+The gate of an MLP is an activation of one half of the columns, times the other half.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from attention.kernels.triton.tuning import next_power_of_two
 if TYPE_CHECKING:
     from attention.kernels.arguments import QuantizedRows
 
-__all__ = ["Gate", "gated", "quantized_gated", "rounded_gate", "soft_capped"]
+__all__ = ["Gate", "gated", "quantized_gated", "rounded_gate", "sigmoid_gated", "soft_capped"]
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -152,6 +155,56 @@ def quantized_gated(columns: torch.Tensor, kind: Gate) -> QuantizedRows:
             **launch_options(columns.device),
         )
     return rows
+
+
+@triton.jit
+def _gate_by_sigmoid(
+    x: tl.tensor,
+    gate: tl.tensor,
+    gate_stride: tl.tensor,
+    size: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Multiply `tile` elements of one row by the sigmoids of their gates, in place.
+
+    Launched by `sigmoid_gated`; grid `(num_rows, tiles of a row)`. Pointers: x and gate
+    `[num_rows, size]`.
+    """
+    wait_for_inputs(is_dependent)
+    row = tl.program_id(0).to(tl.int64)
+    elements = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_element = elements < size
+    x += row * size + elements
+    values = tl.load(x, mask=is_element, other=0.0)
+    gates = tl.load(gate + row * gate_stride + elements, mask=is_element, other=0.0)
+    # Round as if the gates had been stored.
+    gates = _logistic(gates.to(tl.float32)).to(values.dtype)
+    tl.store(x, (values.to(tl.float32) * gates.to(tl.float32)).to(values.dtype), mask=is_element)
+
+
+_GATE_BY_SIGMOID = KernelLauncher(_gate_by_sigmoid)
+
+
+def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return `x`, `[num_rows, size]`, after it was multiplied by `sigmoid(gate)` in place.
+
+    Rows of gates may be strided.
+    """
+    num_rows, size = x.shape
+    assert x.is_contiguous()
+    assert gate.shape == x.shape
+    assert gate.stride(1) == 1
+    if num_rows:
+        tile = min(_TILE, next_power_of_two(size))
+        _GATE_BY_SIGMOID.launch(
+            (num_rows, triton.cdiv(size, tile), 1),
+            (x, gate),
+            (gate.stride(0), size, can_depend(x.device), tile),
+            num_warps=4,
+            **launch_options(x.device),
+        )
+    return x
 
 
 @triton.jit

@@ -289,6 +289,7 @@ def _rotate_heads(
     table: tl.tensor,
     token_stride: tl.tensor,
     num_heads: tl.constexpr,
+    head_stride: tl.constexpr,
     half: tl.constexpr,
     is_dependent: tl.constexpr,
     head_tile: tl.constexpr,
@@ -309,7 +310,7 @@ def _rotate_heads(
     cos = tl.load(entries, mask=is_pair, other=0.0)[None, :]
     sin = tl.load(entries + half, mask=is_pair, other=0.0)[None, :]
     mask = (head[:, None] < num_heads) & is_pair[None, :]
-    places = heads + token * token_stride + head[:, None] * (2 * half) + pairs[None, :]
+    places = heads + token * token_stride + head[:, None] * head_stride + pairs[None, :]
     first = tl.load(places, mask=mask, other=0.0)
     second = tl.load(places + half, mask=mask, other=0.0)
     rotated_first, rotated_second = rotated_pairs(first, second, cos, sin)
@@ -324,11 +325,11 @@ def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tens
     """Apply rotary embeddings to `[num_tokens, num_heads, head_size]` in place.
 
     Element i is paired with i + head_size / 2. `positions` is int64 `[num_tokens]`; `table` is
-    `[num_positions, head_size]` float32: cosines, then sines, of each pair. Tokens may be strided,
-    their heads may not.
+    `[num_positions, head_size]` float32: cosines, then sines, of each pair. Tokens and heads may
+    be strided.
     """
     num_tokens, num_heads, head_size = heads.shape
-    assert heads.stride()[1:] == (head_size, 1)
+    assert heads.stride(2) == 1
     assert table.shape[1] == head_size
     assert table.is_contiguous()
     if num_tokens:
@@ -338,6 +339,7 @@ def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tens
             (
                 heads.stride(0),
                 num_heads,
+                heads.stride(1),
                 head_size // 2,
                 can_depend(heads.device),
                 _HEADS_PER_PROGRAM,

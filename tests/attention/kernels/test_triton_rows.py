@@ -9,7 +9,7 @@ from attention.batch import AttentionBatch
 from attention.kernels.triton.advance import advance
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.copy_blocks import copy_blocks
-from attention.kernels.triton.gated_activation import Gate, gated, soft_capped
+from attention.kernels.triton.gated_activation import Gate, gated, sigmoid_gated, soft_capped
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.kernels.triton.norm_rope import add_norm, add_parts_norm, norm_heads, rotate_heads
 from attention.kernels.triton.pinned_copy import append_tokens, copy_words, place_tokens
@@ -167,6 +167,25 @@ def test_heads_are_rotated_in_place_by_their_positions(head_size: int, dtype: to
     exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
     rotate_heads(heads, positions, table)
     assert_near(heads, exact)
+
+
+def test_a_part_of_each_head_is_rotated() -> None:
+    table = torch.randn(9, 64, device=DEVICE)
+    positions = torch.tensor([3, 0, 7, 7, 1], device=DEVICE)
+    heads = strided(5, 11 * 96, torch.float32).unflatten(1, (11, 96))
+    part, rest = heads[:, :, :64].clone(), heads[:, :, 64:].clone()
+    rotate_heads(part, positions, table)
+    rotate_heads(heads[:, :, :64], positions, table)
+    assert torch.equal(heads, torch.cat((part, rest), dim=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_multiplied_by_sigmoids(dtype: torch.dtype) -> None:
+    gate, x = strided(3, 1500, dtype), strided(3, 1500, dtype).contiguous()
+    gate[1, :2] = torch.tensor([200.0, -200.0])
+    exact = x.double() * gate.double().sigmoid()
+    assert sigmoid_gated(x, gate) is x
+    assert_near(x, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
