@@ -17,7 +17,11 @@ from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.activation import activation_function, clamped_gate
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
-from workers.layers.linear_choice import linear_kernel_class, make_linear_kernel
+from workers.layers.linear_choice import (
+    linear_kernel_class,
+    make_exact_row_product,
+    make_linear_kernel,
+)
 from workers.layers.weight import Layer, Placement, WeightShard
 
 if TYPE_CHECKING:
@@ -351,14 +355,13 @@ class Router(Layer):
         """How sigmoids choose, if they do."""
         self._has_kernel = True
         """Whether a GPU chooses in one kernel."""
-        self._kernel_dtype = place.dtype
         self._kernel = make_linear_kernel(
             *self._shape, has_bias=experts.has_bias, dtype=place.dtype, device=place.device
         )
 
     def __call__(self, x: torch.Tensor) -> Choice:
         """Return the experts of each of `[num_tokens, hidden_size]`."""
-        logits = self._kernel(x.to(self._kernel_dtype))
+        logits = self._logits(x)
         if logits.is_cuda and self._has_kernel:
             # Triton is absent on machines without a GPU.
             from attention.kernels.triton.experts import choose_experts
@@ -384,6 +387,9 @@ class Router(Layer):
             experts = torch.cat((experts, stacked.expand(shape)), dim=1)
             weights = torch.cat((weights, gates), dim=1)
         return Choice(experts.int() if experts.is_cuda else experts, weights)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernel(x)
 
     def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts that logits choose, and their weights."""
@@ -457,6 +463,15 @@ class SigmoidRouter(Router):
         if experts.has_choice_bias:
             self._bias = torch.empty(experts.num_experts, dtype=torch.float32, device=place.device)
         self._sigmoid = SigmoidScores(bias=self._bias, scale=self._scale, sum_eps=self._sum_eps)
+        self._dtype = place.dtype
+        self._row_product = None
+        if place.dtype == torch.float32:
+            self._row_product = make_exact_row_product(self._kernel.weight)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1 and self._row_product is not None:
+            return self._row_product(x)
+        return self._kernel(x.to(self._dtype))
 
     def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.sigmoid().float()

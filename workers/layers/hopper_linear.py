@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +27,11 @@ from workers.layers.activation import gated_columns
 from workers.layers.linear_kernel import DenseLinear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagedray.model_config import Activation
 
-__all__ = ["HopperLinear", "is_faster_split"]
+__all__ = ["HopperLinear", "exact_row_product", "is_faster_split"]
 
 _NUM_PARTS = 2
 _TILE_ROWS, _TILE_COLUMNS = 128, 128
@@ -118,6 +121,14 @@ class HopperLinear(DenseLinear):
         if self.bias is None and is_faster_split(len(x), self.weight, self._num_multiprocessors):
             return split_product(x, self.weight)
         return super().forward_residual(stream, x)
+
+
+def exact_row_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the product of one row in 16 bits with a weight in float32, or None without one."""
+    tuning = default_gemv_tuning(weight, is_gated=False)
+    if tuning is None or "gemv" in failed_trials(weight.device):
+        return None
+    return partial(gemv, weight=weight, bias=None, tuning=tuning)
 
 
 def is_faster_split(num_rows: int, weight: torch.Tensor, num_multiprocessors: int) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "PackedGemmLinear",
     "SharedLayoutLinear",
     "linear_kernel_class",
+    "make_exact_row_product",
     "make_linear_kernel",
     "num_padded_rows",
     "replaced_kernels",
@@ -71,6 +72,18 @@ def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[Linear
         is_packed = capability == "AVX512" and not torch.cpu._is_amx_tile_supported()
         return PackedGemmLinear if is_packed else SharedLayoutLinear
     return PackedGemmLinear if capability == "AVX2" else DenseLinear
+
+
+def make_exact_row_product(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the product of one row of any dtype with a weight in float32, if there is a kernel."""
+    if weight.device.type != "cuda" or not _is_hopper(weight.device):
+        return None
+    # Triton is absent on machines without a GPU.
+    from workers.layers.hopper_linear import exact_row_product
+
+    return exact_row_product(weight)
 
 
 def replaced_kernels(device: torch.device) -> tuple[str, ...]:

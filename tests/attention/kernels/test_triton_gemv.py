@@ -143,6 +143,17 @@ def test_a_value_that_is_not_finite_is_not_hidden(format: str, value: float) -> 
     assert not product.isfinite().any()
 
 
+def test_a_weight_in_float32_is_not_rounded() -> None:
+    x = torch.randn(1, 200).to(DEVICE, torch.bfloat16)
+    weight = torch.randn(13, 200, device=DEVICE)
+    tuning = default_gemv_tuning(weight, is_gated=False)
+    assert tuning is not None
+    product = gemv(x, weight, None, tuning)
+    assert product.dtype == torch.float32
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(product.double(), exact, rtol=1e-5, atol=1e-4)
+
+
 def test_rows_that_vectors_do_not_divide_have_no_tuning() -> None:
     assert default_gemv_tuning(torch.empty(8, 20, dtype=torch.bfloat16), is_gated=False) is None
 

@@ -143,7 +143,8 @@ def choose_experts(
             is_renormalized=is_renormalized,
             tile=tile,
             chosen_tile=next_power_of_two(num_chosen + num_stacked),
-            num_warps=max(1, min(tile // 128, 4)),
+            # One warp finds a maximum without shared memory.
+            num_warps=max(1, min(tile // 512, 4)),
             **dependent_launch(logits.device),
         )
     return experts, weights

@@ -216,9 +216,10 @@ def gemv(
 
     `weight` is `[out_size, in_size]` and contiguous. A weight in float8_e4m3fn has `scales`,
     `[out_size, 1]` float32 or a scale for each block of inputs; an int4 weight comes from
-    `packed_int4`, with `scale_words` as scales.
+    `packed_int4`, with `scale_words` as scales. The result of a weight in float32 is in float32.
     """
-    out = x.new_empty((1, len(weight)))
+    dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
+    out = torch.empty((1, len(weight)), dtype=dtype, device=x.device)
     _launch(x, weight, scales, bias, out, tuning, adds=False, gate=None)
     return out
 
@@ -266,7 +267,7 @@ def _launch(
     out_size = len(weight) if gate is None else len(weight) // 2
     assert num_rows == 1
     assert out.shape == (1, out_size)
-    assert out.dtype == x.dtype
+    assert out.dtype == x.dtype or out.dtype == weight.dtype == torch.float32
     assert x.stride(1) == out.stride(1) == 1
     assert weight.is_contiguous()
     assert weight.shape[1] * weight.element_size() % VECTOR_BYTES == 0
