@@ -32,6 +32,8 @@ __all__ = ["delta_rule", "gated_norm", "launch_step"]
 _CHUNK = tl.constexpr(CHUNK_SIZE)
 _STEP_VALUES = 16
 """Rows of a state in a program of one warp."""
+_NORMED_ROWS = 4
+"""The most rows of which a program has a whole head, to norm it."""
 _NORM_ELEMENTS = 1024
 """Elements that a program norms, unless a head has more."""
 
@@ -50,19 +52,24 @@ def _step(
     rows: tl.tensor,
     states: tl.tensor,
     out: tl.tensor,
+    z: tl.tensor,
+    norm_weight: tl.tensor,
     query_stride: tl.tensor,
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     a_stride: tl.tensor,
     b_stride: tl.tensor,
     row_stride: tl.tensor,
+    z_stride: tl.tensor,
     scale: tl.tensor,
+    eps: tl.tensor,
     num_key_heads: tl.constexpr,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
     value_size: tl.constexpr,
     has_gates: tl.constexpr,
     is_delta: tl.constexpr,
+    has_norm: tl.constexpr,
     is_decode: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
@@ -71,9 +78,10 @@ def _step(
     """Write some values of the result of one token and head, and update their rows of its state.
 
     Launched by `launch_step`; grid `(tiles of values, num_heads, num_segments)`. The token is the
-    only one of its segment, or the last one if it is alone in its chunk. Pointers: as in
-    `_solve_chunk` and `_pass_states`; skip `[num_heads]` float32, without `is_delta`; out
-    `[num_tokens, num_heads, value_size]`.
+    only one of its segment, or the last one if it is alone in its chunk. With `has_norm`, a program
+    has all values of a head, and norms the result. Pointers: as in `_solve_chunk` and
+    `_pass_states`; skip `[num_heads]` float32, without `is_delta`; out and z `[num_tokens,
+    num_heads, value_size]`; norm_weight `[value_size]`.
     """
     wait_for_inputs(is_dependent)
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -119,6 +127,14 @@ def _step(
     tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
     if not is_delta:
         result += v * tl.load(skip + head)
+    if has_norm:
+        # Round as if the result had been stored.
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result *= tl.rsqrt(tl.sum(result * result, axis=0) / value_size + eps)
+        result *= tl.load(norm_weight + values, mask=is_value, other=0.0).to(tl.float32)
+        gates = tl.load(z + token * z_stride + head * value_size + values, mask=is_value, other=0.0)
+        gates = gates.to(tl.float32)
+        result *= gates / (1.0 + tl.exp(-gates))
     tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
 
 
@@ -189,6 +205,8 @@ def delta_rule(
     a, b, a_log, dt_bias = gate_tensors(gates)
     parameters = a, b, a_log, dt_bias, a_log
     has_gates = not isinstance(gates, DeltaGates)
+    # Few programs of whole heads read the states of more rows more slowly.
+    is_normed = segments.max_query_len == 1 and len(segments.rows) <= _NORMED_ROWS
     launch_step(
         query,
         key,
@@ -199,8 +217,9 @@ def delta_rule(
         out,
         has_gates=has_gates,
         is_delta=True,
+        norm=norm if is_normed else None,
     )
-    if norm is not None:
+    if norm is not None and not is_normed:
         gated_norm(out, norm, gates_first=False)
     return out
 
@@ -237,31 +256,39 @@ def launch_step(
     *,
     has_gates: bool,
     is_delta: bool,
+    norm: GatedNorm | None = None,
 ) -> None:
     """Write the results of tokens that are alone in their chunks, and update their states.
 
-    `parameters` are the tensors of the kernel from `a` to `skip`.
+    `parameters` are the tensors of the kernel from `a` to `skip`. With a norm of each head, every
+    segment has one token.
     """
     num_heads, value_size = value.shape[1:]
     num_key_heads, key_size = key.shape[1:]
     assert states.stride()[1:] == (value_size * key_size, key_size, 1)
     a, b = parameters[:2]
     tile_key = next_power_of_two(key_size)
-    tile = min(_STEP_VALUES, next_power_of_two(value_size))
+    tile = next_power_of_two(value_size)
+    if norm is None:
+        tile, z, weight, eps = min(_STEP_VALUES, tile), out, out, 0.0
+    else:
+        z, weight, eps = norm.z, norm.weight, norm.eps
+        assert z.stride()[1:] == (value_size, 1)
+        assert weight.shape == (value_size,)
     _STEP.launch(
         (triton.cdiv(value_size, tile), num_heads, len(segments.rows)),
         (
             *(query, key, value, *parameters),
-            *(segments.query_starts, segments.rows, states, out),
+            *(segments.query_starts, segments.rows, states, out, z, weight),
         ),
         (
             *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
-            *(states.stride(0), key_size**-0.5),
-            *(num_key_heads, num_heads, key_size, value_size),
-            *(has_gates, is_delta, segments.max_query_len == 1, can_depend(value.device)),
+            *(states.stride(0), z.stride(0), key_size**-0.5, eps),
+            *(num_key_heads, num_heads, key_size, value_size, has_gates, is_delta),
+            *(norm is not None, segments.max_query_len == 1, can_depend(value.device)),
             tile_key,
             tile,
         ),
-        num_warps=1,
+        num_warps=max(1, min(8, tile // _STEP_VALUES)),
         **launch_options(value.device),
     )

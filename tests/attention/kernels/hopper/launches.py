@@ -354,7 +354,7 @@ def sums_over_ranks() -> None:
 
 def recurrent(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     """Run decodes and prefills of layers with recurrent state, as Qwen3.5-35B-A3B or Mamba-2."""
-    for num_tokens, num_segments in ((64, 64), (2048, 3)):
+    for num_tokens, num_segments in ((1, 1), (64, 64), (2048, 3)):
         segments = Segments(
             query_starts=tensor(num_segments + 1, dtype=INT),
             rows=tensor(num_segments, dtype=INT),
