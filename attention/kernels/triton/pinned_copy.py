@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.kernel_launcher import KernelLauncher
+
 __all__ = ["append_tokens", "copy_words", "place_tokens"]
 
 _TILE = 256
@@ -84,6 +86,11 @@ def _append_tokens(
     tl.store(host + tokens, token, mask=is_token)
 
 
+_COPY_WORDS = KernelLauncher(_copy_words)
+_PLACE_TOKENS = KernelLauncher(_place_tokens)
+_APPEND_TOKENS = KernelLauncher(_append_tokens)
+
+
 def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy int64 words, `[num_words]` each; one of the two may be pinned host memory."""
     assert target.dtype == source.dtype == torch.int64
@@ -92,9 +99,7 @@ def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
     assert source.is_contiguous()
     if not len(target):
         return
-    _copy_words[(triton.cdiv(len(target), _TILE),)](
-        target, source, len(target), tile=_TILE, num_warps=4
-    )
+    _COPY_WORDS.launch(_grid(len(target)), (target, source), (_TILE,), (len(target),), num_warps=4)
 
 
 def place_tokens(
@@ -115,10 +120,9 @@ def place_tokens(
     assert table.is_contiguous()
     tensors = (token_ids, positions, others, host, table)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
-    num_programs = triton.cdiv(max(num_tokens, len(others)), _TILE)
-    _place_tokens[(num_programs,)](
-        *tensors, table.stride(0), num_tokens, len(others), tile=_TILE, num_warps=4
-    )
+    numbers = table.stride(0), num_tokens, len(others)
+    grid = _grid(max(num_tokens, len(others)))
+    _PLACE_TOKENS.launch(grid, tensors, (_TILE,), numbers, num_warps=4)
 
 
 def append_tokens(
@@ -134,12 +138,15 @@ def append_tokens(
     the table, and stays -1 on the host.
     """
     num_tokens = len(token_ids)
-    tensors = (rows, columns, token_ids, host)
-    assert all(len(tensor) == num_tokens for tensor in tensors)
-    assert all(tensor.dtype == torch.int64 for tensor in (table, *tensors))
+    tensors = (table, rows, columns, token_ids, host)
+    assert all(len(tensor) == num_tokens for tensor in tensors[1:])
+    assert all(tensor.dtype == torch.int64 for tensor in tensors)
     assert table.is_contiguous()
     if not num_tokens:
         return
-    _append_tokens[(triton.cdiv(num_tokens, _TILE),)](
-        table, *tensors, table.stride(0), num_tokens, tile=_TILE, num_warps=4
-    )
+    numbers = table.stride(0), num_tokens
+    _APPEND_TOKENS.launch(_grid(num_tokens), tensors, (_TILE,), numbers, num_warps=4)
+
+
+def _grid(num_words: int) -> tuple[int, int, int]:
+    return triton.cdiv(num_words, _TILE), 1, 1
