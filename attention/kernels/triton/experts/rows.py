@@ -18,7 +18,13 @@ import triton.language as tl
 from attention.kernels.triton.experts.tiles import gated
 from attention.kernels.triton.experts.tuning import MXFP4_HALF
 from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, add_row_product, weight_vectors
-from attention.kernels.triton.kernel_launcher import can_depend, launch_options, wait_for_inputs
+from attention.kernels.triton.kernel_launcher import (
+    can_depend,
+    launch_options,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
     from attention.kernels.arguments import ExpertWeights
@@ -28,6 +34,8 @@ __all__ = ["row_expert_sums"]
 _TILE_COLUMNS = 4
 _TILE_BYTES = 2048
 _NUM_WARPS = 4
+_LINE = tl.constexpr(64)
+"""Numbers of 16 bits in a line of the L2 cache."""
 
 
 @triton.jit
@@ -108,7 +116,9 @@ def _gate_up_rows(
     hidden_size]`; gate_up and scales as of `expert_sums`; biases `[num_experts, num_columns]`;
     inner `[num_pairs, inner_size]`; experts `[num_pairs]`.
     """
-    wait_for_inputs(is_dependent)
+    # The next kernel starts once the experts are known.
+    wait_for_inputs(is_dependent, False)
+    start_next_kernel(is_dependent)
     pair = tl.program_id(1)
     expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
@@ -181,6 +191,7 @@ def _down_rows(
     num_chosen: tl.constexpr,
     has_bias: tl.constexpr,
     adds: tl.constexpr,
+    num_lines: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -197,12 +208,30 @@ def _down_rows(
 
     Launched by `row_expert_sums`; grid `(tiles of columns, num_rows)`. Pointers: down and scales as
     of `expert_sums`; biases `[num_experts, hidden_size]`; weights `[num_rows, num_chosen]` float32;
-    out `[num_rows, hidden_size]`; the others as of `_gate_up_rows`.
+    out `[num_rows, hidden_size]`; the others as of `_gate_up_rows`. If `num_lines` is not 0, it is
+    that of a row of weights, which are read into the L2 cache before `inner` is written.
     """
-    wait_for_inputs(is_dependent)
     row = tl.program_id(1)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     read = tl.minimum(columns, hidden_size - 1)
+    if num_lines > 0:
+        for index in tl.static_range(num_chosen):
+            # The product loads the expert again: this is a hint, and must not fill the L1 cache.
+            expert = tl.load(experts + row * num_chosen + index, cache_modifier=".cg")
+            expert = (expert - first_expert).to(tl.int64)
+            is_ours = (expert >= 0) & (expert < num_experts)
+            lines = tl.minimum(tl.arange(0, num_lines) * _LINE, row_size - 1)
+            places = expert * (hidden_size * row_size) + read[:, None] * row_size + lines[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [(down + tl.where(is_ours, places, 0)).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+    wait_for_inputs(is_dependent, False)
+    start_next_kernel(is_dependent)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     total = tl.zeros([tile_columns], tl.float32)
     for index in tl.static_range(num_chosen):
@@ -274,6 +303,9 @@ def row_expert_sums(
         "num_warps": _NUM_WARPS,
         **launch_options(x.device),
     }
+    num_lines = 0
+    if num_rows == 1 and down.dtype.itemsize == 2 and can_depend(x.device):
+        num_lines = next_power_of_two(triton.cdiv(down.shape[2], _LINE.value))
     alpha, limit = stored.clamp or (0.0, 0.0)
     _gate_up_rows[(triton.cdiv(inner_size, _TILE_COLUMNS), num_rows * num_chosen)](
         x,
@@ -303,6 +335,7 @@ def row_expert_sums(
         stored.first_expert,
         has_bias=stored.down_bias is not None,
         adds=adds,
+        num_lines=num_lines,
         row_size=down.shape[2],
         **common,
     )
