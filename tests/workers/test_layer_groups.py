@@ -11,88 +11,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
-from cluster.engine.engine_options import EngineOptions, engine_config
-from pagedray.batch import (
-    BlockCopy,
-    Decodes,
-    SequencePlan,
-    SequenceStart,
-    StepPlan,
-    pack_token_ids,
-)
-from pagedray.config import StepLimits
-from pagedray.sampling_params import SamplingParams
-from tests.fakes import wait_for
-from tests.greedy import LONGEST, NUM_TOKENS, Truth, truth_of
+from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
+from tests.greedy import truth_of
 from tests.small_models.checkpoints import Case
 from tests.small_models.family_cases import ALL_CASES
+from tests.workers.step_driver import (
+    BLOCK_SIZE,
+    GREEDY,
+    DrivenSequence,
+    StepDriver,
+    params_of_cases,
+)
 from workers.decoder_worker import DecoderWorker
-from workers.parallel.group import SoloGroup
 
-BLOCK_SIZE = 4
-NUM_ROWS = 8
-NUM_BLOCKS = 400
-NUM_CPU_BLOCKS = 100
-LIMITS = StepLimits(max_num_seqs=NUM_ROWS, max_num_batched_tokens=64)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0)
 NO_BLOCK = -1
 WINDOWED = [case for case in ALL_CASES if "sliding_window" in str(case.more)]
-SAMPLED = {"gpt-oss-windows", "gemma3-two-ropes"}
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(DrivenSequence):
     """A sequence, and its blocks while it has a row."""
 
-    prompt: list[int]
-    expected: list[int]
-    expected_logprobs: list[float]
-    token_ids: list[int] = field(init=False)
-    row: int | None = None
-    num_computed: int = 0
     entries: list[list[int]] = field(default_factory=list)
     """`[num_entries][num_groups]`."""
     swapped: list[list[int]] | None = None
     """The CPU block of each block, while it has no row."""
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt)
 
-    @property
-    def is_ended(self) -> bool:
-        return len(self.token_ids) == len(self.prompt) + len(self.expected)
+class Controller(StepDriver[Sequence]):
+    """Plans chunks, forks, prefix hits, and preemption by swap or recomputation."""
 
-
-class Controller:
-    """Plans the steps of one rank, and runs them."""
+    num_rows = 8
+    num_blocks = 400
+    num_cpu_blocks = 100
 
     def __init__(self, worker: DecoderWorker, rng: random.Random) -> None:
-        self._worker = worker
-        self._rng = rng
+        super().__init__(worker, rng)
         self._windows = worker._spec.group_windows
-        assert worker._runner is not None
-        self._pool = worker._runner._cache.device_pool
-        self._free = list(range(NUM_BLOCKS))
-        self._free_cpu = list(range(NUM_CPU_BLOCKS))
+        assert any(window is not None for window in self._windows)
+        self._pool = self._cache.device_pool
         self._holders = Counter[int]()
         self._pool.fill_(float("nan"))
-        self._step = 0
-        self.events = Counter[str]()
 
-    def run(self, sequences: list[Sequence]) -> None:
-        """Run sequences to their ends, and check their tokens."""
-        while waiting := [one for one in sequences if not one.is_ended]:
-            self._run_step(waiting)
-        assert len(self._free) == NUM_BLOCKS
-        assert len(self._free_cpu) == NUM_CPU_BLOCKS
-
-    def _run_step(self, sequences: list[Sequence]) -> None:
+    def _run_step(self, sequences: list[Sequence], plan: StepPlan) -> None:
         rng = self._rng
         running = [one for one in sequences if one.row is not None]
-        plan = StepPlan(self._step, [])
-        self._step += 1
         if running and rng.random() < 0.15:
             self._preempt(rng.choice(running), plan)
         for one in running:
@@ -102,44 +66,7 @@ class Controller:
             if one.row is None and (can_fork or rng.random() < 0.2):
                 self._start(one, sequences, plan)
         planned = [one for one in sequences if one.row is not None and rng.random() < 0.8]
-        chunks = [(one, self._chunk(one)) for one in planned]
-        chunks.sort(key=lambda pair: pair[1].num_tokens == 1)
-        decodes = [pair for pair in chunks if pair[1].num_tokens == 1 and pair[1].is_sampled]
-        chunks = [pair for pair in chunks if pair not in decodes]
-        growing = [chunk for _, chunk in decodes if chunk.new_block_ids]
-        plan.chunks.extend(chunk for _, chunk in chunks)
-        packed = Decodes.pack(
-            [chunk.row for _, chunk in decodes],
-            [chunk.first_position for _, chunk in decodes],
-            [chunk.row for chunk in growing],
-            [block for chunk in growing for block in chunk.new_block_ids],
-        )
-        plan = StepPlan(
-            plan.step,
-            plan.chunks,
-            plan.starts,
-            packed,
-            swap_outs=plan.swap_outs,
-            swap_ins=plan.swap_ins,
-            copies=plan.copies,
-        )
-        pending = self._worker.launch(plan)
-        output = pending.output()
-        wait_for(lambda: pending.is_copied)
-        self._free_cpu += [copy.source for copy in plan.swap_ins]
-        sampled = iter(zip(output.token_ids, output.logprobs, strict=True))
-        for one, chunk in chunks + decodes:
-            one.num_computed += chunk.num_tokens
-            if not chunk.is_sampled:
-                continue
-            token_id, logprobs = next(sampled)
-            assert logprobs is not None
-            place = len(one.token_ids) - len(one.prompt)
-            assert token_id == one.expected[place]
-            assert logprobs.chosen == pytest.approx(one.expected_logprobs[place], rel=0, abs=1e-4)
-            one.token_ids.append(token_id)
-            if one.is_ended:
-                self._release(one)
+        self._launch(plan, [(one, self._chunk(one)) for one in planned])
 
     def _chunk(self, one: Sequence) -> SequencePlan:
         """Compute some of the tokens of a sequence; generated tokens at most one by one."""
@@ -154,8 +81,7 @@ class Controller:
         return SequencePlan(one.row, one.num_computed, num_tokens, is_sampled, tuple(added))
 
     def _start(self, one: Sequence, sequences: list[Sequence], plan: StepPlan) -> None:
-        used = {other.row for other in sequences}
-        rows = [row for row in range(NUM_ROWS) if row not in used]
+        rows = self._free_rows(sequences)
         # Blocks of a swapped sequence are in CPU blocks that another start may not take yet.
         if not rows:
             return
@@ -253,16 +179,12 @@ class Controller:
                     if block != NO_BLOCK
                 )
             # The blocks are read until the step has ended.
-            self._run_copies(plan)
+            self._launch(StepPlan(plan.step, [], swap_outs=plan.swap_outs))
+            plan.swap_outs.clear()
         else:
             self.events["recompute"] += 1
             one.num_computed = 0
-        self._release(one)
-
-    def _run_copies(self, plan: StepPlan) -> None:
-        pending = self._worker.launch(StepPlan(plan.step, [], swap_outs=plan.swap_outs))
-        wait_for(lambda: pending.is_copied)
-        plan.swap_outs.clear()
+        self._end(one)
 
     def _swap_in(self, one: Sequence, plan: StepPlan) -> None:
         assert one.swapped is not None
@@ -281,7 +203,7 @@ class Controller:
         self._holders[block] = 1
         return block
 
-    def _release(self, one: Sequence) -> None:
+    def _end(self, one: Sequence) -> None:
         for entry in one.entries:
             for group in range(len(entry)):
                 self._free_block(entry, group)
@@ -311,46 +233,7 @@ def is_dead(entry: int, position: int, window: int | None) -> bool:
     return window is not None and position - last_token >= window
 
 
-def make_worker(truth: Truth) -> DecoderWorker:
-    options = EngineOptions(
-        device="cpu",
-        num_threads=1,
-        num_blocks=NUM_BLOCKS,
-        num_cpu_blocks=NUM_CPU_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_model_len=LONGEST,
-    )
-    worker = DecoderWorker(engine_config(truth.folder, options), SoloGroup())
-    worker.load_weights(lambda done, total: None)
-    worker.available_cache(LIMITS)
-    worker.allocate_cache(NUM_BLOCKS, NUM_CPU_BLOCKS)
-    return worker
-
-
-PARAMS = [
-    pytest.param(case, id=case.name, marks=[] if case.name in SAMPLED else pytest.mark.slow)
-    for case in WINDOWED
-]
-
-
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize("case", params_of_cases(WINDOWED, {"gpt-oss-windows", "gemma3-two-ropes"}))
 def test_freed_blocks_of_windows_are_never_read(case: Case, tmp_path: Path) -> None:
-    truth = truth_of(case, tmp_path)
-    worker = make_worker(truth)
-    assert any(window is not None for window in worker._spec.group_windows)
-    events = Counter[str]()
-    for seed in range(2):
-        rng = random.Random(seed)
-        controller = Controller(worker, rng)
-        sequences = [
-            Sequence(prompt, tokens, logprobs)
-            for prompt, tokens, logprobs in zip(
-                truth.prompts, truth.continuations, truth.logprobs, strict=True
-            )
-            for _ in range(2)
-        ]
-        with torch.inference_mode():
-            controller.run(sequences)
-        events += controller.events
-    worker.close()
+    events = Controller.run_all(truth_of(case, tmp_path), Sequence)
     assert set(events) >= {"freed", "fork", "hit", "swap", "recompute"}
