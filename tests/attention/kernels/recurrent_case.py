@@ -2,15 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch.nn import functional
 
-from attention.kernels.arguments import ScanGates, Segments
+from attention.kernels.arguments import GatedNorm, ScanGates, Segments
 from tests.attention.kernels.kernel_device import DEVICE
 
 NUM_ROWS = 9
+STEPS = [
+    ([1, 1, 1], [4, -1, 7]),
+    ([63, 64, 65], [0, 1, 2]),
+    ([129, 1, 70, 1, 2], [8, 3, -1, 5, 0]),
+]
+"""Lengths and rows: decodes, prefills, both together, and lengths around those of chunks."""
 GARBAGE = 1e4
 """In the buffer of states around the states of a layer, which no kernel may touch."""
 
@@ -58,15 +64,16 @@ class DeltaCase:
         cls,
         query_lens: list[int],
         rows: list[int],
-        *,
         num_key_heads: int = 2,
         num_value_heads: int = 4,
         key_size: int = 16,
         value_size: int = 16,
+        *,
         dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Make random arguments; queries, keys and values are views of one matrix."""
+        torch.manual_seed(0)
         num_tokens = sum(query_lens)
         num_keys = num_key_heads * key_size
         mixed = torch.randn(num_tokens, 2 * num_keys + num_value_heads * value_size)
@@ -101,6 +108,22 @@ class DeltaCase:
             self.states,
             self.segments,
         )
+
+    def check(self, rule: Callable[..., torch.Tensor]) -> None:
+        """Compare an implementation with `exact`."""
+        expected, states = self.exact()
+        out = self.run(rule)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(self.states.double(), states, rtol=1e-5, atol=1e-5)
+        assert has_untouched_surroundings(self.states)
+
+    def check_cuts(self, rule: Callable[..., torch.Tensor], ends: list[int]) -> None:
+        """Check that parts of the segment, cut on the grid, give equal bits."""
+        cut = self.clone_states()
+        expected = self.run(rule)
+        parts = [cut.part(first, end, 2) for first, end in zip([0, *ends], ends, strict=False)]
+        assert torch.equal(torch.cat([part.run(rule) for part in parts]), expected)
+        assert torch.equal(cut.states, self.states)
 
     def clone_states(self) -> "DeltaCase":
         """Return the case with a copy of the states in a buffer of its own."""
@@ -163,6 +186,7 @@ class ConvCase:
         dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Make random arguments; tokens are strided."""
+        torch.manual_seed(0)
         x = torch.randn(sum(query_lens), num_channels + 8)[:, :num_channels]
         return cls(
             x=x.to(dtype).to(DEVICE),
@@ -171,6 +195,21 @@ class ConvCase:
             states=state_view(width - 1, num_channels, dtype=dtype),
             segments=segments_of(query_lens, rows),
         )
+
+    def check(
+        self,
+        conv: Callable[..., torch.Tensor],
+        activation: Literal["silu"] | None,
+        *,
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+    ) -> None:
+        """Compare an implementation with `exact`."""
+        expected, states = self.exact(activation)
+        out = conv(self.x, self.weight, self.bias, self.states, self.segments, activation)
+        torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+        assert torch.equal(self.states.double(), states)
+        assert has_untouched_surroundings(self.states)
 
     def exact(self, activation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results and the states afterwards, in float64."""
@@ -203,15 +242,16 @@ class ScanCase:
         cls,
         query_lens: list[int],
         rows: list[int],
-        *,
         num_groups: int = 2,
         num_heads: int = 4,
         head_size: int = 16,
         state_size: int = 16,
+        *,
         dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Make random arguments; x, b and c are views of one matrix."""
+        torch.manual_seed(0)
         num_tokens, num_states = sum(query_lens), num_groups * state_size
         mixed = torch.randn(num_tokens, num_heads * head_size + 2 * num_states)
         mixed = mixed.to(dtype).to(DEVICE)
@@ -246,6 +286,24 @@ class ScanCase:
         """Return the results of an implementation, which updates the states."""
         return scan(self.x, self.b, self.c, self.gates, self.states, self.segments)
 
+    def check(self, scan: Callable[..., torch.Tensor]) -> None:
+        """Compare an implementation with `exact`."""
+        expected, states = self.exact()
+        out = self.run(scan)
+        # Decays between tokens are differences of sums, in which large decays come first.
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(self.states.double(), states, rtol=1e-4, atol=1e-4)
+        assert has_untouched_surroundings(self.states)
+
+    def check_cuts(self, scan: Callable[..., torch.Tensor]) -> None:
+        """Check that parts of a segment of 193 tokens, cut on the grid, give equal bits."""
+        cut = replace(self, states=state_view(*self.states.shape[1:], dtype=self.states.dtype))
+        cut.states.copy_(self.states)
+        expected = self.run(scan)
+        parts = [cut.part(first, end, 2) for first, end in ((0, 64), (64, 192), (192, 193))]
+        assert torch.equal(torch.cat([part.run(scan) for part in parts]), expected)
+        assert torch.equal(cut.states, self.states)
+
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results and the states afterwards, token by token in float64."""
         x, b, c = self.x.double(), self.b.double(), self.c.double()
@@ -264,3 +322,19 @@ class ScanCase:
                 out[token] = torch.einsum("hpn,hn->hp", state, c[token])
                 out[token] += gates.d.double()[:, None] * x[token]
         return out, states
+
+
+def check_grouped_norm(
+    norm: Callable[..., torch.Tensor | None], num_heads: int, size: int, *, gates_first: bool
+) -> None:
+    """Compare a norm of heads with their own weights, maybe in place, with torch in float64."""
+    torch.manual_seed(0)
+    x, z, _ = torch.randn(3, 5, num_heads, size, device=DEVICE)
+    weight = torch.randn(num_heads, size, device=DEVICE)
+    gates = functional.silu(z.double())
+    values = x.double() * gates if gates_first else x.double()
+    expected = functional.rms_norm(values, (size,), None, 0.01) * weight
+    expected = expected if gates_first else expected * gates
+    out = norm(x, GatedNorm(z=z, weight=weight, eps=0.01), gates_first=gates_first)
+    result = x if out is None else out
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)

@@ -23,12 +23,12 @@ from attention.kernels.recurrent import (
 )
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
+    STEPS,
     ConvCase,
     DeltaCase,
     ScanCase,
-    has_untouched_surroundings,
+    check_grouped_norm,
     segments_of,
-    state_view,
 )
 
 
@@ -43,72 +43,34 @@ def _both_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         assert recurrent_steps._kernel("causal_conv", torch.float32) is not None
 
 
-# Decodes, prefills, both together, and lengths around those of chunks.
-STEPS = [
-    ([1, 1, 1], [4, 0, 7]),
-    ([1, 1, 1], [4, -1, 7]),
-    ([200], [3]),
-    ([63, 64, 65], [0, 1, 2]),
-    ([129, 1, 70, 1, 2], [8, 3, -1, 5, 0]),
-]
+ALL_STEPS = [*STEPS, ([1, 1, 1], [4, 0, 7]), ([200], [3])]
 
 
-@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
+@pytest.mark.parametrize(("query_lens", "rows"), ALL_STEPS)
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_convolutions_are_exact(
     query_lens: list[int], rows: list[int], width: int, activation: Literal["silu"] | None
 ) -> None:
-    torch.manual_seed(0)
     case = ConvCase.make(query_lens, rows, width=width, has_bias=activation is None)
-    expected, states = case.exact(activation)
-    out = causal_conv(case.x, case.weight, case.bias, case.states, case.segments, activation)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(case.states.double(), states)
-    assert has_untouched_surroundings(case.states)
+    case.check(causal_conv, activation)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_convolution_in_bfloat16_is_rounded_once(has_bias: bool) -> None:
-    torch.manual_seed(0)
     case = ConvCase.make([5, 1], [0, 2], has_bias=has_bias, dtype=torch.bfloat16)
-    expected, states = case.exact("silu")
-    out = causal_conv(case.x, case.weight, case.bias, case.states, case.segments, "silu")
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-6)
-    assert torch.equal(case.states.double(), states)
+    case.check(causal_conv, "silu", rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
-@pytest.mark.parametrize(
-    ("num_key_heads", "num_value_heads", "key_size", "value_size"),
-    [(2, 4, 16, 16), (1, 3, 8, 20), (2, 2, 24, 12), (1, 1, 72, 80)],
-)
+@pytest.mark.parametrize(("query_lens", "rows"), ALL_STEPS)
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 16), (1, 3, 8, 20), (2, 2, 24, 12), (1, 1, 72, 80)])
 def test_delta_rules_are_exact(
-    query_lens: list[int],
-    rows: list[int],
-    num_key_heads: int,
-    num_value_heads: int,
-    key_size: int,
-    value_size: int,
+    query_lens: list[int], rows: list[int], sizes: tuple[int, int, int, int]
 ) -> None:
-    torch.manual_seed(0)
-    case = DeltaCase.make(
-        query_lens,
-        rows,
-        num_key_heads=num_key_heads,
-        num_value_heads=num_value_heads,
-        key_size=key_size,
-        value_size=value_size,
-    )
-    expected, states = case.exact()
-    out = case.run(delta_rule)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(case.states.double(), states, rtol=1e-5, atol=1e-5)
-    assert has_untouched_surroundings(case.states)
+    DeltaCase.make(query_lens, rows, *sizes).check(delta_rule)
 
 
 def test_states_in_bfloat16_are_rounded_at_each_step() -> None:
-    torch.manual_seed(0)
     case = DeltaCase.make([1, 1], [3, 1], state_dtype=torch.bfloat16)
     expected, states = case.exact()
     out = case.run(delta_rule)
@@ -118,7 +80,6 @@ def test_states_in_bfloat16_are_rounded_at_each_step() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 130])
 def test_delta_rules_equal_those_of_transformers(num_tokens: int) -> None:
-    torch.manual_seed(0)
     case = DeltaCase.make([num_tokens], [2], key_size=8, value_size=24)
     rule = torch_recurrent_gated_delta_rule if num_tokens == 1 else torch_chunk_gated_delta_rule
     expected, state = rule(
@@ -135,18 +96,10 @@ def test_delta_rules_equal_those_of_transformers(num_tokens: int) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ends", [[64, 193], [128, 192, 193], [64, 128, 192, 193], [192, 200]])
 def test_cuts_on_the_grid_give_equal_bits(ends: list[int], state_dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    whole = DeltaCase.make([ends[-1]], [2], state_dtype=state_dtype)
-    cut = whole.clone_states()
-    expected = whole.run(delta_rule)
-    parts = [cut.part(first, end, 2) for first, end in zip([0, *ends], ends, strict=False)]
-    results = [part.run(delta_rule) for part in parts]
-    assert torch.equal(torch.cat(results), expected)
-    assert torch.equal(cut.states, whole.states)
+    DeltaCase.make([ends[-1]], [2], state_dtype=state_dtype).check_cuts(delta_rule, ends)
 
 
 def test_a_segment_does_not_depend_on_other_segments() -> None:
-    torch.manual_seed(0)
     case = DeltaCase.make([65, 130, 7], [5, 0, 3])
     alone = case.clone_states().part(65, 195, 0)
     out = case.run(delta_rule)
@@ -156,7 +109,6 @@ def test_a_segment_does_not_depend_on_other_segments() -> None:
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [70, 1]])
 def test_gates_and_norm_equal_those_of_transformers(query_lens: list[int]) -> None:
-    torch.manual_seed(0)
     case = DeltaCase.make(query_lens, [0, 1])
     num_tokens, num_heads, size = case.value.shape
     a, b = 4 * torch.randn(2, num_tokens, num_heads, device=DEVICE)
@@ -181,48 +133,19 @@ def test_segments_without_tokens_or_a_row_have_no_span() -> None:
     assert segments_of([2, 0, 3, 1], [4, 1, -1, 0]).spans() == [(4, 0, 2), (0, 5, 6)]
 
 
-@pytest.mark.parametrize(("query_lens", "rows"), STEPS)
-@pytest.mark.parametrize(
-    ("num_groups", "num_heads", "head_size", "state_size"), [(2, 4, 16, 32), (1, 3, 20, 8)]
-)
+@pytest.mark.parametrize(("query_lens", "rows"), ALL_STEPS)
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 32), (1, 3, 20, 8)])
 def test_selective_scans_are_exact(
-    query_lens: list[int],
-    rows: list[int],
-    num_groups: int,
-    num_heads: int,
-    head_size: int,
-    state_size: int,
+    query_lens: list[int], rows: list[int], sizes: tuple[int, int, int, int]
 ) -> None:
-    torch.manual_seed(0)
-    case = ScanCase.make(
-        query_lens,
-        rows,
-        num_groups=num_groups,
-        num_heads=num_heads,
-        head_size=head_size,
-        state_size=state_size,
-    )
-    expected, states = case.exact()
-    out = case.run(selective_scan)
-    # Decays between tokens are differences of sums, in which large decays come before small ones.
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(case.states.double(), states, rtol=1e-4, atol=1e-4)
-    assert has_untouched_surroundings(case.states)
+    ScanCase.make(query_lens, rows, *sizes).check(selective_scan)
 
 
 def test_scans_that_are_cut_on_the_grid_give_equal_bits() -> None:
-    torch.manual_seed(0)
-    whole = ScanCase.make([193], [2], state_dtype=torch.bfloat16)
-    cut = replace(whole, states=state_view(*whole.states.shape[1:], dtype=torch.bfloat16))
-    cut.states.copy_(whole.states)
-    expected = whole.run(selective_scan)
-    parts = [cut.part(first, end, 2) for first, end in ((0, 64), (64, 192), (192, 193))]
-    assert torch.equal(torch.cat([part.run(selective_scan) for part in parts]), expected)
-    assert torch.equal(cut.states, whole.states)
+    ScanCase.make([193], [2], state_dtype=torch.bfloat16).check_cuts(selective_scan)
 
 
 def test_scans_of_bfloat16_with_bfloat16_states_are_near() -> None:
-    torch.manual_seed(0)
     case = ScanCase.make([1, 70], [3, 1], dtype=torch.bfloat16, state_dtype=torch.bfloat16)
     expected, states = case.exact()
     out = case.run(selective_scan).double()
@@ -235,12 +158,4 @@ def test_scans_of_bfloat16_with_bfloat16_states_are_near() -> None:
 def test_each_group_is_normed_with_its_own_weight(
     num_heads: int, size: int, gates_first: bool
 ) -> None:
-    torch.manual_seed(0)
-    x, z, _ = torch.randn(3, 5, num_heads, size, device=DEVICE)
-    weight = torch.randn(num_heads, size, device=DEVICE)
-    gates = torch.nn.functional.silu(z.double())
-    values = x.double() * gates if gates_first else x.double()
-    expected = torch.nn.functional.rms_norm(values, (size,), None, 0.01) * weight
-    expected = expected if gates_first else expected * gates
-    x = gated_norm(x, GatedNorm(z=z, weight=weight, eps=0.01), gates_first=gates_first)
-    torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-5)
+    check_grouped_norm(gated_norm, num_heads, size, gates_first=gates_first)

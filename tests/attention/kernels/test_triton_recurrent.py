@@ -13,19 +13,13 @@ from attention.kernels.triton.delta_rule import delta_rule, gated_norm
 from attention.kernels.triton.selective_scan import selective_scan
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
+    STEPS,
     ConvCase,
     DeltaCase,
     ScanCase,
-    has_untouched_surroundings,
-    state_view,
+    check_grouped_norm,
 )
 
-# Decodes, prefills, both together, and lengths around those of chunks.
-STEPS = [
-    ([1, 1, 1], [4, -1, 7]),
-    ([63, 64, 65], [0, 1, 2]),
-    ([129, 1, 70, 1, 2], [8, 3, -1, 5, 0]),
-]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -35,28 +29,17 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 def test_convolutions_are_exact(
     query_lens: list[int], rows: list[int], width: int, activation: Literal["silu"] | None
 ) -> None:
-    torch.manual_seed(0)
     case = ConvCase.make(query_lens, rows, width=width, has_bias=activation is None)
-    expected, states = case.exact(activation)
-    out = causal_conv(case.x, case.weight, case.bias, case.states, case.segments, activation)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(case.states.double(), states)
-    assert has_untouched_surroundings(case.states)
+    case.check(causal_conv, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_convolutions_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     case = ConvCase.make([5, 1], [0, 2], has_bias=True, num_channels=70, dtype=dtype)
-    expected, states = case.exact("silu")
-    out = causal_conv(case.x, case.weight, case.bias, case.states, case.segments, "silu")
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-5)
-    assert torch.equal(case.states.double(), states)
+    case.check(causal_conv, "silu", rtol=TOLERANCES[dtype])
 
 
 def test_tokens_behind_the_segments_are_0() -> None:
-    torch.manual_seed(0)
     case = ConvCase.make([70, 1, 68], [0, 1, 2])
     starts = case.segments.query_starts[:3]
     segments = replace(case.segments, query_starts=starts, rows=case.segments.rows[:2])
@@ -78,38 +61,16 @@ def plain_rule(
 
 
 @pytest.mark.parametrize(("query_lens", "rows"), STEPS)
-@pytest.mark.parametrize(
-    ("num_key_heads", "num_value_heads", "key_size", "value_size"),
-    [(2, 2, 16, 32), (1, 3, 8, 20)],
-)
+@pytest.mark.parametrize("sizes", [(2, 2, 16, 32), (1, 3, 8, 20)])
 def test_delta_rules_are_exact(
-    query_lens: list[int],
-    rows: list[int],
-    num_key_heads: int,
-    num_value_heads: int,
-    key_size: int,
-    value_size: int,
+    query_lens: list[int], rows: list[int], sizes: tuple[int, int, int, int]
 ) -> None:
-    torch.manual_seed(0)
-    case = DeltaCase.make(
-        query_lens,
-        rows,
-        num_key_heads=num_key_heads,
-        num_value_heads=num_value_heads,
-        key_size=key_size,
-        value_size=value_size,
-    )
-    expected, states = case.exact()
-    out = case.run(plain_rule)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(case.states.double(), states, rtol=1e-5, atol=1e-5)
-    assert has_untouched_surroundings(case.states)
+    DeltaCase.make(query_lens, rows, *sizes).check(plain_rule)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [64, 66]])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_delta_rules_of_16_bits_are_near(query_lens: list[int], state_dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     case = DeltaCase.make(query_lens, [3, 1], dtype=torch.bfloat16, state_dtype=state_dtype)
     expected, states = case.exact()
     out = case.run(plain_rule).double()
@@ -119,21 +80,15 @@ def test_delta_rules_of_16_bits_are_near(query_lens: list[int], state_dtype: tor
 
 @pytest.mark.parametrize("ends", [[64, 192, 193], [128, 140]])
 def test_cuts_on_the_grid_give_equal_bits(ends: list[int]) -> None:
-    torch.manual_seed(0)
-    whole = DeltaCase.make(
+    case = DeltaCase.make(
         [ends[-1]], [2], num_key_heads=1, num_value_heads=1, state_dtype=torch.bfloat16
     )
-    cut = whole.clone_states()
-    expected = whole.run(plain_rule)
-    parts = [cut.part(first, end, 2) for first, end in zip([0, *ends], ends, strict=False)]
-    assert torch.equal(torch.cat([part.run(plain_rule) for part in parts]), expected)
-    assert torch.equal(cut.states, whole.states)
+    case.check_cuts(plain_rule, ends)
 
 
 # A program norms the heads of few rows itself.
 @pytest.mark.parametrize("query_lens", [[1, 1], [1] * 5, [70, 1]])
 def test_gates_and_norm_are_those_of_the_reference(query_lens: list[int]) -> None:
-    torch.manual_seed(0)
     case = DeltaCase.make(query_lens, list(range(len(query_lens))), value_size=40)
     num_tokens, num_heads, size = case.value.shape
     # From softplus that underflows to softplus that is its argument.
@@ -153,43 +108,16 @@ def test_gates_and_norm_are_those_of_the_reference(query_lens: list[int]) -> Non
 
 
 @pytest.mark.parametrize(("query_lens", "rows"), STEPS)
-@pytest.mark.parametrize(
-    ("num_groups", "num_heads", "head_size", "state_size"), [(2, 4, 16, 32), (1, 3, 20, 8)]
-)
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 32), (1, 3, 20, 8)])
 def test_selective_scans_are_exact(
-    query_lens: list[int],
-    rows: list[int],
-    num_groups: int,
-    num_heads: int,
-    head_size: int,
-    state_size: int,
+    query_lens: list[int], rows: list[int], sizes: tuple[int, int, int, int]
 ) -> None:
-    torch.manual_seed(0)
-    case = ScanCase.make(
-        query_lens,
-        rows,
-        num_groups=num_groups,
-        num_heads=num_heads,
-        head_size=head_size,
-        state_size=state_size,
-    )
-    expected, states = case.exact()
-    out = case.run(selective_scan)
-    # Decays between tokens are differences of sums, in which large decays come before small ones.
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(case.states.double(), states, rtol=1e-4, atol=1e-4)
-    assert has_untouched_surroundings(case.states)
+    ScanCase.make(query_lens, rows, *sizes).check(selective_scan)
 
 
 def test_scans_that_are_cut_on_the_grid_give_equal_bits() -> None:
-    torch.manual_seed(0)
-    whole = ScanCase.make([193], [2], num_groups=1, num_heads=1, state_dtype=torch.bfloat16)
-    cut = replace(whole, states=state_view(*whole.states.shape[1:], dtype=torch.bfloat16))
-    cut.states.copy_(whole.states)
-    expected = whole.run(selective_scan)
-    parts = [cut.part(first, end, 2) for first, end in ((0, 64), (64, 192), (192, 193))]
-    assert torch.equal(torch.cat([part.run(selective_scan) for part in parts]), expected)
-    assert torch.equal(cut.states, whole.states)
+    case = ScanCase.make([193], [2], num_groups=1, num_heads=1, state_dtype=torch.bfloat16)
+    case.check_cuts(selective_scan)
 
 
 @pytest.mark.parametrize("gates_first", [True, False])
@@ -197,12 +125,4 @@ def test_scans_that_are_cut_on_the_grid_give_equal_bits() -> None:
 def test_each_group_is_normed_with_its_own_weight(
     num_heads: int, size: int, gates_first: bool
 ) -> None:
-    torch.manual_seed(0)
-    x, z, _ = torch.randn(3, 5, num_heads, size, device=DEVICE)
-    weight = torch.randn(num_heads, size, device=DEVICE)
-    gates = torch.nn.functional.silu(z.double())
-    values = x.double() * gates if gates_first else x.double()
-    expected = torch.nn.functional.rms_norm(values, (size,), None, 0.01) * weight
-    expected = expected if gates_first else expected * gates
-    gated_norm(x, GatedNorm(z=z, weight=weight, eps=0.01), gates_first=gates_first)
-    torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-5)
+    check_grouped_norm(gated_norm, num_heads, size, gates_first=gates_first)
