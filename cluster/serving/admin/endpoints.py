@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ class _ServerHandlers:
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
         self._document = openapi_document()
-        self._page = openapi_page(self._document)
+        self._page = openapi_page()
 
     def is_alive(self) -> bool:
         return self._servicer.is_alive
@@ -255,8 +256,10 @@ def _route(path: str, content: bytes, media_type: str) -> Route:
     return Route(path, respond, methods=["GET"])
 
 
-def openapi_page(document: _Document) -> bytes:
-    """Return the HTML page of an OpenAPI document."""
+@cache
+def openapi_page() -> bytes:
+    """Return the HTML page of the OpenAPI document."""
+    document: _Document = openapi_document()
     operations = [
         (path, method, operation)
         for path, methods in document["paths"].items()

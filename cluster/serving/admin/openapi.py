@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,9 @@ _NULL: Json = {"type": "null"}
 _OPERATIONS = Path(__file__).with_name("operations.toml")
 
 
+@cache
 def openapi_document() -> Json:
-    """Return the OpenAPI document."""
+    """Return the OpenAPI document, which all servers of a process share."""
     # Any: TOML.
     operations: list[dict[str, Any]] = tomllib.loads(_OPERATIONS.read_text())["operations"]
     paths: dict[str, dict[str, Json]] = {}
