@@ -42,6 +42,7 @@ async def test_cancelled_calls_leave_no_sequence_and_no_block(
     assert len(times.blocks) == 2
 
 
+@pytest.mark.slow
 async def test_overload_is_rejected_and_the_rest_is_served(
     server: MeasuredServer,
 ) -> None:
@@ -64,6 +65,7 @@ async def test_overload_is_rejected_and_the_rest_is_served(
     assert served["count"] > 0
 
 
+@pytest.mark.slow
 async def test_tool_calls_arrive_as_the_model_wrote_them(server: MeasuredServer) -> None:
     await check_tool_calls(server, "hermes", num_calls=20)
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.slow_params import some_slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROTATED_DTYPES = [
     torch.float16,
@@ -24,9 +26,4 @@ def or_slow(values: Sequence[Any], *, slow: Sequence[Any]) -> list[Any]:
     """Return parameters of a test, of which some are marked as slow under the interpreter."""
     if DEVICE == "cuda":
         return list(values)
-    marked = []
-    for value in values:
-        parts = value if isinstance(value, tuple) else (value,)
-        marks = [pytest.mark.slow] if value in slow else []
-        marked.append(pytest.param(*parts, marks=marks))
-    return marked
+    return some_slow(values, slow=slow)

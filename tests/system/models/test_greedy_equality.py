@@ -1,5 +1,6 @@
 """Greedy tokens equal transformers', however the cache and the scheduler treat a sequence."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,22 @@ BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
 """The smaller blocks have more boundaries."""
 
 
-PARAMS = [
-    pytest.param(case, id=case.name, marks=[] if case in SAMPLED_CASES else pytest.mark.slow)
-    for case in ALL_CASES
-]
+def cases(sampled: Sequence[Case]) -> pytest.MarkDecorator:
+    """Return parameters of all cases, of which only some run each time."""
+    params = [
+        pytest.param(case, id=case.name, marks=[] if case in sampled else pytest.mark.slow)
+        for case in ALL_CASES
+    ]
+    return pytest.mark.parametrize("truth", params, indirect=True)
 
 
-@pytest.fixture(scope="module", params=PARAMS)
+# Every sampled case runs with everything at once, and every second one with each part of it.
+EVERY, EVEN, ODD = (
+    cases(SAMPLED_CASES[part]) for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+)
+
+
+@pytest.fixture(scope="module")
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
     return truth_of(case, tmp_path_factory.mktemp(case.name))
@@ -48,12 +58,14 @@ def test_every_family_of_decoders_has_a_case() -> None:
     assert names == decoders
 
 
+@EVEN
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_batch_equals_transformers(truth: Truth, block_size: int) -> None:
     with local_llm(truth.folder, block_size=block_size) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
 
 
+@ODD
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth, block_size: int) -> None:
     with local_llm(
@@ -62,6 +74,7 @@ def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth, block_siz
         assert generated(llm, truth.prompts) == truth.continuations
 
 
+@EVEN
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
     with local_llm(
@@ -82,6 +95,7 @@ def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
     )
 
 
+@ODD
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
     truth: Truth, block_size: int
@@ -89,20 +103,24 @@ def test_prefix_that_comes_back_from_the_cpu_pool_changes_nothing(
     check_cpu_prefixes(local_llm, truth, block_size=block_size)
 
 
+@EVEN
 def test_prefix_that_comes_back_from_the_disk_changes_nothing(truth: Truth, tmp_path: Path) -> None:
     check_disk_prefixes(local_llm, truth, folder=tmp_path)
 
 
+@ODD
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: str) -> None:
     check_tiny_pool(local_llm, truth, block_size=block_size, preemption=preemption)
 
 
+@EVERY
 def test_all_at_once_changes_nothing(truth: Truth) -> None:
     check_all_at_once(local_llm, truth)
 
 
+@EVERY
 def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
     # Blocks behind windows are cached too, and evicted first.
     is_uniform = windows_of(truth, 4) == (None,)
@@ -119,7 +137,7 @@ def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
         assert llm.stats().scheduler.num_hit_tokens > 0
 
 
-# Ranks take seconds to start: whole experts are the case that runs on two of them each time.
+# Ranks take seconds to start.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "truth", [pytest.param(case, id=case.name) for case in ALL_CASES], indirect=True
@@ -128,13 +146,9 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     check_two_ranks(truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "truth",
-    [
-        pytest.param(case, id=case.name, marks=[] if case in SAMPLED_CASES else pytest.mark.slow)
-        for case in MOE_CASES
-    ],
-    indirect=True,
+    "truth", [pytest.param(case, id=case.name) for case in MOE_CASES], indirect=True
 )
 def test_whole_experts_on_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     check_two_ranks(truth, enable_expert_parallel=True)

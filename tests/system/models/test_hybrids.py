@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedray import LLM, SamplingParams
 from tests.greedy import NUM_TRIES, generated, local_llm, settled_stats
+from tests.slow_params import some_slow
 from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
 from tests.small_models.family_cases import HYBRID_CASES
 from tests.system.engines import kill_after_steps, open_group, serving_processes
@@ -30,7 +31,7 @@ LENGTHS = (1, 63, 64, 65, 130, 300, 300, 300)
 LONGEST = max(LENGTHS) + NUM_TOKENS
 OVERFLOWING = 2
 """A token that prompts do not have."""
-SAMPLED = {"lfm2-convolutions", "qwen3_5-delta-rules"}
+SAMPLED = ("lfm2-convolutions", "qwen3_5-delta-rules")
 """These run each time; the others are slow tests."""
 
 
@@ -50,13 +51,16 @@ class Truth:
         return self.prompts[-3:]
 
 
-PARAMS = [
-    pytest.param(case, id=case.name, marks=[] if case.name in SAMPLED else pytest.mark.slow)
-    for case in HYBRID_CASES
-]
+def cases(*sampled: str) -> pytest.MarkDecorator:
+    """Return parameters of all cases, of which only some run each time."""
+    params = [
+        pytest.param(case, id=case.name, marks=[] if case.name in sampled else pytest.mark.slow)
+        for case in HYBRID_CASES
+    ]
+    return pytest.mark.parametrize("truth", params, indirect=True)
 
 
-@pytest.fixture(scope="module", params=PARAMS)
+@pytest.fixture(scope="module")
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.name)
@@ -103,7 +107,8 @@ def hits(llm: LLM, prompt: list[int], num_tokens: int = 1) -> int:
     return llm.stats().scheduler.num_hit_tokens - before
 
 
-@pytest.mark.parametrize("budget", [64, 128, pytest.param(13, marks=pytest.mark.slow)])
+@cases(*SAMPLED)
+@pytest.mark.parametrize("budget", some_slow([128, 64, 13], slow=[64, 13]))
 def test_chunks_of_any_size_change_nothing(truth: Truth, budget: int) -> None:
     options = pool(truth, 8, 20)
     with local_llm(truth.folder, **options, max_num_batched_tokens=budget, max_num_seqs=6) as llm:
@@ -112,6 +117,7 @@ def test_chunks_of_any_size_change_nothing(truth: Truth, budget: int) -> None:
         assert completions(llm, truth.prompts) == truth.continuations
 
 
+@cases(*SAMPLED)
 def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=8) as llm:
@@ -127,6 +133,7 @@ def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
         assert errors[-1] < 2e-3
 
 
+@cases(*SAMPLED)
 def test_prefixes_are_found_at_states(truth: Truth) -> None:
     first, second, third = truth.long_prompts
     with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=4) as llm:
@@ -147,8 +154,17 @@ def test_prefixes_are_found_at_states(truth: Truth) -> None:
         assert completions(llm, truth.prompts) == truth.continuations
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preemption_changes_nothing(truth: Truth, preemption: str) -> None:
+@cases(SAMPLED[0])
+def test_recomputation_changes_nothing(truth: Truth) -> None:
+    check_preemption(truth, "recompute")
+
+
+@cases(SAMPLED[1])
+def test_swaps_change_nothing(truth: Truth) -> None:
+    check_preemption(truth, "swap")
+
+
+def check_preemption(truth: Truth, preemption: str) -> None:
     prompts, continuations = truth.prompts * 2, truth.continuations * 2
     with local_llm(
         truth.folder,
@@ -179,11 +195,13 @@ def check_other_tiers(
     return stats.num_cpu_hit_tokens, stats.num_read_blocks
 
 
+@cases(SAMPLED[1])
 def test_states_come_back_from_the_cpu(truth: Truth) -> None:
     num_cpu_tokens, _ = check_other_tiers(local_llm, truth, num_cpu_blocks=1000)
     assert num_cpu_tokens >= GRID
 
 
+@cases(SAMPLED[0])
 def test_states_come_back_from_the_disk(truth: Truth, tmp_path: Path) -> None:
     num_blocks = pool(truth, 1, 3)["num_blocks"]
     _, num_read = check_other_tiers(
@@ -196,6 +214,7 @@ def test_states_come_back_from_the_disk(truth: Truth, tmp_path: Path) -> None:
     assert num_read > 0
 
 
+@cases(SAMPLED[0])
 def test_damaged_states_on_the_disk_are_computed_again(truth: Truth, tmp_path: Path) -> None:
     with local_llm(
         truth.folder,
@@ -225,6 +244,7 @@ def descriptors_of(folder: Path) -> list[int]:
     return [int(link.name) for link in links if link.readlink().is_relative_to(folder)]
 
 
+@cases(*SAMPLED)
 def test_a_state_that_is_not_finite_ends_its_sequence_alone(truth: Truth, tmp_path: Path) -> None:
     folder = with_overflowing_token(truth.folder, tmp_path / "model")
     prompts = truth.prompts[-3:-1]
@@ -266,6 +286,7 @@ def with_overflowing_token(folder: Path, target: Path) -> Path:
     return target
 
 
+@cases(*SAMPLED)
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_several_completions_of_a_prompt_are_those_of_single_requests(
     truth: Truth, has_cache: bool
@@ -282,7 +303,7 @@ def test_several_completions_of_a_prompt_are_those_of_single_requests(
         assert len(set(tokens)) == 3
 
 
-@pytest.mark.slow
+@cases()
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_killed_ranks_change_nothing(truth: Truth, num_ranks: int, ray_cluster: None) -> None:
     with open_group(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.slow_params import some_slow
+
 if TYPE_CHECKING:
     from tests.serving.admin.page.chat_page import ChatPage
     from tests.serving.fake_engine import FakeEngine
@@ -110,6 +112,7 @@ def test_markdown_is_drawn(page: ChatPage) -> None:
     assert page.console == []
 
 
+@pytest.mark.slow
 def test_code_has_a_button_that_copies_it(page: ChatPage) -> None:
     page.speak("a\n\n```\nx = 1\n```\n")
     page.ask("hello")
@@ -122,7 +125,7 @@ def test_code_has_a_button_that_copies_it(page: ChatPage) -> None:
     page.wait_for("window.copied.includes('```')")
 
 
-@pytest.mark.parametrize("size", [1, 3, 50])
+@pytest.mark.parametrize("size", some_slow([1, 3, 50], slow=[1, 50]))
 def test_text_that_grows_ends_as_the_whole_text_does(page: ChatPage, size: int) -> None:
     pieces = f"{TEXT * 3!r}.match(/[^]{{1,{size}}}/g)".replace("\\n", "\\n")
     put(page, f"...{pieces}")
@@ -131,6 +134,7 @@ def test_text_that_grows_ends_as_the_whole_text_does(page: ChatPage, size: int) 
     assert grown == page.evaluate("window.view.node.innerHTML")
 
 
+@pytest.mark.slow
 def test_the_halves_of_a_line_break_are_one(page: ChatPage) -> None:
     put(page, r"'```\r', '\na\r', '\nb\r\n```'")
     assert page.evaluate("window.view.text") == "```\na\nb\n```"
@@ -158,6 +162,7 @@ def test_long_blocks_grow_as_the_whole_text(page: ChatPage, text: str) -> None:
     assert grown == page.evaluate("window.view.node.innerHTML")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["'- a\\n'.repeat(40)", "'|a|\\n|-|\\n' + '|b|\\n'.repeat(40)"])
 def test_what_is_drawn_of_a_list_or_table_is_kept(page: ChatPage, text: str) -> None:
     grow(page, text)
@@ -165,7 +170,9 @@ def test_what_is_drawn_of_a_list_or_table_is_kept(page: ChatPage, text: str) -> 
     assert page.evaluate("window.first.isConnected")
 
 
-@pytest.mark.parametrize("num_lines", [1, 32, 33, 100, 20_000])
+@pytest.mark.parametrize(
+    "num_lines", some_slow([1, 32, 33, 100, 20_000], slow=[1, 32, 100, 20_000])
+)
 def test_code_of_many_lines_is_that_of_the_model(page: ChatPage, num_lines: int) -> None:
     code = (
         f"Array.from({{length: {num_lines}}}, (_, i) => i % 7 === 5 ? '' : '  a' + i).join('\\n')"
@@ -185,6 +192,7 @@ def test_code_of_many_lines_is_that_of_the_model(page: ChatPage, num_lines: int)
     page.wait_for(f"window.copied === {code}")
 
 
+@pytest.mark.slow
 def test_open_code_block_grows_in_place(page: ChatPage, engine: FakeEngine) -> None:
     engine.step_s = 0.02
     page.speak("```python\n" + "x = 1\n" * 40)
@@ -244,11 +252,11 @@ def test_images_of_models_are_links_that_the_user_may_follow(page: ChatPage) -> 
     "text",
     [
         "'[' .repeat(50_000)",
-        "'|a'.repeat(5_000) + '\\n' + '|-'.repeat(5_000) + '\\n' + '|b'.repeat(5_000)",
-        "'$' + '{'.repeat(20_000) + 'a' + '}'.repeat(20_000) + '$'",
         *(
             pytest.param(text, marks=pytest.mark.slow)
             for text in (
+                "'|a'.repeat(5_000) + '\\n' + '|-'.repeat(5_000) + '\\n' + '|b'.repeat(5_000)",
+                "'$' + '{'.repeat(20_000) + 'a' + '}'.repeat(20_000) + '$'",
                 "'>' .repeat(20_000) + 'a'",
                 "'- '.repeat(5_000) + 'a'",
                 "'*a'.repeat(50_000)",
@@ -287,6 +295,7 @@ def test_hostile_text_makes_few_nodes_and_loses_nothing(page: ChatPage, text: st
     assert page.console == []
 
 
+@pytest.mark.slow
 def test_text_that_the_parser_cannot_finish_is_shown_as_it_is(page: ChatPage) -> None:
     # Without an answer of the worker, the limit ends it.
     page.evaluate(
@@ -297,6 +306,7 @@ def test_text_that_the_parser_cannot_finish_is_shown_as_it_is(page: ChatPage) ->
     assert page.text(".markdown .plain") == "a **b**\n\nc"
 
 
+@pytest.mark.slow
 def test_text_is_shown_as_it_is_without_a_worker(page: ChatPage) -> None:
     page.evaluate("window.Worker = class { constructor() { throw new Error('none'); } }; 0")
     page.speak("a **b**")
@@ -304,6 +314,7 @@ def test_text_is_shown_as_it_is_without_a_worker(page: ChatPage) -> None:
     assert page.text(".markdown .plain") == "a **b**"
 
 
+@pytest.mark.slow
 def test_worker_that_takes_too_long_is_replaced(page: ChatPage) -> None:
     page.load(keeps_limits=True)
     slow = (
@@ -415,6 +426,7 @@ def test_parts_of_code_have_the_color_of_their_kind(page: ChatPage) -> None:
     assert page.console == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_kinds_have_styles_of_their_own(page: ChatPage, scheme: str) -> None:
     page.browser.look(width=1200, height=800, scheme=scheme)
@@ -429,9 +441,11 @@ def test_kinds_have_styles_of_their_own(page: ChatPage, scheme: str) -> None:
 @pytest.mark.parametrize(
     "language",
     [
-        "nothing",
         "__proto__",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("", "constructor", "plaintext")),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("nothing", "", "constructor", "plaintext")
+        ),
     ],
 )
 def test_code_of_no_known_language_has_no_colors(page: ChatPage, language: str) -> None:
@@ -441,6 +455,7 @@ def test_code_of_no_known_language_has_no_colors(page: ChatPage, language: str) 
     assert page.console == []
 
 
+@pytest.mark.slow
 def test_only_complete_blocks_have_colors(page: ChatPage) -> None:
     page.evaluate(APPEND % json.dumps(f"```python\n{CODE}"))
     page.wait_for("document.querySelector('pre code') !== null")
@@ -455,11 +470,13 @@ def test_only_complete_blocks_have_colors(page: ChatPage) -> None:
     page.wait_for(f"{COLORED}.length === 0")
 
 
+@pytest.mark.slow
 def test_code_inside_of_a_list_has_colors(page: ChatPage) -> None:
     put(page, json.dumps("- a\n\n  ```python\n  x = 1\n  ```\n"))
     assert colored(page) == [["code-number", "1"]]
 
 
+@pytest.mark.slow
 def test_code_inside_of_a_string_is_no_string(page: ChatPage) -> None:
     put(page, fenced('f"a {b + 1} c"\n'))
     assert sorted(colored(page, 3)) == [
@@ -469,6 +486,7 @@ def test_code_inside_of_a_string_is_no_string(page: ChatPage) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_text_that_spans_many_lines_is_colored_in_all_of_them(page: ChatPage) -> None:
     # Lines are laid out in parts of 32.
     doc = '"""' + "".join(f"line {number}\n" for number in range(40)) + '"""'
@@ -477,6 +495,7 @@ def test_text_that_spans_many_lines_is_colored_in_all_of_them(page: ChatPage) ->
     assert "".join(strings) == doc
 
 
+@pytest.mark.slow
 def test_long_code_is_colored_where_it_is_seen(page: ChatPage) -> None:
     put(page, fenced("x = 1\n" * 5000))
     assert 32 <= len(colored(page, 32)) < 200
@@ -489,6 +508,7 @@ def test_long_code_is_colored_where_it_is_seen(page: ChatPage) -> None:
     page.wait_for(f"!{shown % first}")
 
 
+@pytest.mark.slow
 def test_colors_of_code_that_is_gone_are_freed(page: ChatPage) -> None:
     put(page, fenced(CODE))
     colored(page)
@@ -496,6 +516,7 @@ def test_colors_of_code_that_is_gone_are_freed(page: ChatPage) -> None:
     page.wait_for(f"{COLORED}.length === 0")
 
 
+@pytest.mark.slow
 def test_code_that_takes_too_long_stays_in_one_color(page: ChatPage) -> None:
     page.load(keeps_limits=True)
     slow: Any = "'```python\\n' + 'x = foo(1, \"a\")\\n'.repeat(20_000) + '```\\n'"

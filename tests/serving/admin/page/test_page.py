@@ -12,6 +12,7 @@ from cluster.serving.admin.endpoints import PAGE_PATHS
 from cluster.serving.auth import digest_of, new_key
 from tests.serving.admin.page.chat_page import ChatPage
 from tests.serving.conftest import Server
+from tests.slow_params import some_slow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ def locked(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
-@pytest.mark.parametrize("width", [360, 800, 1200, 1600])
+@pytest.mark.parametrize("width", some_slow([360, 800, 1200, 1600], slow=[800, 1200]))
 def test_page_fits_its_window(page: ChatPage, width: int) -> None:
     page.browser.look(width=width, height=740)
     page.speak("x" * 80 + "\n\n```\n" + "y" * 80 + "\n```\n\n|" + "z" * 30 + "|\n|-|\n")
