@@ -51,6 +51,12 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("untimed")
 
 
+_RAY_FILES = (
+    "tests/system/faults/test_rank_death.py",
+    "tests/system/faults/test_ray_cluster.py",
+    "tests/system/test_serve_demo.py",
+)
+"""Files with tests that start the shared Ray cluster and are not slow."""
 _NEW_KEY = re.compile(r"pr-[\w-]{40,}|[0-9a-f]{64}")
 """An API key, or the hash of one."""
 
@@ -61,6 +67,20 @@ def pytest_make_parametrize_id(val: Any) -> str | None:
     if isinstance(val, str) and _NEW_KEY.search(val):
         return _NEW_KEY.sub("KEY", val).encode("unicode_escape").decode()
     return None
+
+
+# Any: xdist has no types.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let `--dist loadfile` give all files that need the Ray cluster to one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class RayTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ray" if file in _RAY_FILES else file
+
+    return RayTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup() -> None:
