@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib.util
 import os
@@ -16,12 +17,14 @@ from typing import Any
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import certifi
 import httpx
 import pytest
 import torch
 
+from attention.kernels.cpu import native
 from tests.downloads.small_s3 import SmallS3
 from tests.shared_ray import SharedRay
 
@@ -105,6 +108,24 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_compile() -> Iterator[None]:
+    """Fail tests that would pass without a kernel in C since its source does not compile."""
+    load, folder = native._loaded, Path(native.__file__).parent
+
+    def loaded(command: list[str], name: str) -> ctypes.CDLL:
+        try:
+            return load(command, name)
+        except (OSError, native.CompilationError) as error:
+            if Path(command[1]).parent != folder:
+                raise
+            raise AssertionError(f"{name} cannot be compiled or loaded") from error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_loaded", loaded)
+        yield
 
 
 @pytest.fixture(scope="session")

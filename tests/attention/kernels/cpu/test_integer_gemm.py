@@ -36,8 +36,6 @@ def _kernels(
         if request.param:
             compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
         library = native.load_kernels(SOURCE)
-        if library is None:
-            pytest.skip(f"{request.param} is not for this machine")
         patch.setattr(integer_gemm, "_library", lambda: library)
         yield
 

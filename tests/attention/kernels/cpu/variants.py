@@ -1,5 +1,6 @@
 """The kernels compiled with fewer instructions than this machine has."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ __all__ = ["compile_with", "variants"]
 def variants(*flags: str) -> list[Any]:  # Any: the parameters of a fixture
     """Return sets of flags for a fixture, less optimized; in slow tests, also fully optimized.
 
-    Less optimized, the kernels compile in a quarter of the time.
+    Less optimized, the kernels compile in a quarter of the time. The flags are those of x86-64.
     """
-    slow = [pytest.param(one, marks=pytest.mark.slow) for one in flags]
-    return [*(f"-O1 {one}" for one in flags), *slow]
+    other = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
+    slow = [pytest.param(one, marks=[other, pytest.mark.slow]) for one in flags]
+    return [*(pytest.param(f"-O1 {one}", marks=other) for one in flags), *slow]
 
 
 def compile_with(patch: pytest.MonkeyPatch, flags: str, cache: Path) -> None:
