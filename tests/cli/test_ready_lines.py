@@ -28,15 +28,15 @@ from types import SimpleNamespace
 from cluster.cli.server import guard_exit
 
 async def serve():
-    guard_exit(SimpleNamespace(error={error}), asyncio.get_running_loop(), limit_s=1.0)
+    guard_exit(SimpleNamespace(error={error}), asyncio.get_running_loop(), limit_s=3.0)
     {serving}
 
 asyncio.run(serve())
 """
 CASES = {
     "the loop stands still": ("'It hangs.'", "time.sleep(30.0)", 1),
-    "the loop runs": ("'It hangs.'", "await asyncio.sleep(4.0)", 0),
-    "the engine runs": ("None", "time.sleep(4.0)", 0),
+    "the loop runs": ("'It hangs.'", "await asyncio.sleep(6.0)", 0),
+    "the engine runs": ("None", "time.sleep(6.0)", 0),
 }
 """The error of the engine, what the server does, and how it exits."""
 

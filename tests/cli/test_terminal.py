@@ -217,12 +217,16 @@ def asked(server: EchoServer) -> list[str]:
 
 
 def say(terminal: Terminal, server: EchoServer, keys: bytes) -> None:
-    """Type a message, and wait for the end of its answer."""
+    """Type a message, and wait for the end of its answer and for the next prompt.
+
+    Without the prompt, keys that edit a line would be the terminal's own.
+    """
     count = len(server.bodies)
     num_ends = terminal.written.count(END.encode())
     terminal.press(keys)
     wait_for(lambda: len(server.bodies) > count)
     wait_for(lambda: terminal.written.count(END.encode()) > num_ends)
+    wait_for(lambda: terminal.text.rstrip().endswith("\n>"))
 
 
 def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(

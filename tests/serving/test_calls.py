@@ -334,7 +334,7 @@ async def test_calls_of_a_tenant_alone_are_read_at_once() -> None:
     tenant = replace(ANN, max_requests=None)
     opened = [calls.enter_call(tenant) for _ in range(3)]
     for call in opened:
-        await asyncio.wait_for(call.take_turn(), 5.0)
+        await asyncio.wait_for(call.take_turn(), 60.0)
 
 
 async def test_a_call_whose_client_left_while_it_waited_is_not_read() -> None:
@@ -355,7 +355,7 @@ async def test_a_call_whose_client_left_while_it_waited_is_not_read() -> None:
         metrics=cast("Metrics", SimpleNamespace(counting_rejections=lambda _: nullcontext())),
         ignored=cast("IgnoredParameters", None),
         intake=intake,
-        read_timeout_s=5.0,
+        read_timeout_s=60.0,
         entered=calls.enter_call(ANN),
     )
     with pytest.raises(ClientDisconnect):

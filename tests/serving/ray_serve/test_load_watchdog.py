@@ -106,7 +106,7 @@ def test_a_process_that_does_not_load_in_time_is_killed(loading: Loading) -> Non
     assert "did not load within 1 s" in errors
 
 
-@pytest.mark.parametrize("loading", [{"load": "time.sleep(2)", "silence_s": 1.5}], indirect=True)
+@pytest.mark.parametrize("loading", [{"load": "time.sleep(6)", "silence_s": 5.0}], indirect=True)
 def test_a_process_that_loads_for_longer_than_the_limit_goes_on(loading: Loading) -> None:
     assert loading.ended() == (0, "loaded\n", "")
     assert still_running(loading.watchdogs, 60.0) == []
