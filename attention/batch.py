@@ -198,7 +198,7 @@ class AttentionBatch:
 
 
 def _fitted(values: npt.NDArray[Any], length: int, fill: int) -> npt.NDArray[Any]:
-    """Return the array itself if it has this length, else cut off or padded."""
+    """Return the array itself if the length fits, else cut off or padded."""
     if len(values) == length:
         return values
     fitted = np.full(length, fill, dtype=values.dtype)

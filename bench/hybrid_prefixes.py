@@ -132,7 +132,7 @@ class Answer:
 
 
 def run(llm: LLM, prompts: list[Any], max_tokens: int) -> list[Answer]:  # Any: prompts
-    """Return what each prompt took, one after another."""
+    """Send the prompts one after another, and return the answers."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     answers = []
     for prompt in prompts:

@@ -122,7 +122,7 @@ class CacheConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
     """The dtype of keys and values; `auto` is the model's."""
     mamba_ssm_cache_dtype: MatrixDtype = "auto"
-    """The dtype of the matrices of recurrent layers; `auto` is that of the checkpoint."""
+    """The dtype of the matrices of recurrent layers; `auto` is the checkpoint's."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 256:

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 CHUNK_SIZE = 64
-"""Tokens that recurrent layers compute at a time; a chunk begins at a multiple of it."""
+"""Tokens per chunk of a recurrent layer; chunks begin at multiples of this number."""
 NUM_ITEM_WORDS = 4
 """Words of an item before its rows, and of each of its rows."""
 

@@ -99,7 +99,7 @@ class Account:
     wall_us: float
     """Between steps without the profiler, median."""
     roof_us: float
-    """The least time of such a step, by the weights, states, keys and values that it moves."""
+    """The least time of a step, by the weights, states, keys and values that the step moves."""
     share_of_roof: float
     tokens_per_s: float
     span_us: float | None

@@ -151,7 +151,7 @@ class LLMOptions(TypedDict, total=False):
     """Maximum size of these files, for all ranks together."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"]
-    """Data type of the matrices of recurrent layers; auto is that of the checkpoint."""
+    """Data type of the matrices of recurrent layers; auto is the checkpoint's."""
     max_num_seqs: int | None
     """Maximum number of sequences per step (256, or 1024 on GPUs of 70 GiB or more)."""
     max_num_batched_tokens: int | None

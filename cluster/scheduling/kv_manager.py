@@ -70,7 +70,7 @@ class KvOptions:
     state_blocks: int = 0
     """Number of blocks of the recurrent state of a sequence; 0 without such states."""
     state_grid: int = 64
-    """Positions at which states are kept are multiples of it and of the block size."""
+    """States are kept at multiples of this number of tokens and of the block size."""
 
 
 class KvManager:
@@ -444,7 +444,7 @@ class KvManager:
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def _pin_copied(self, step: int, block_ids: list[int], cpu_block_ids: list[int]) -> None:
-        """Keep blocks that the plan of `step` copies until it is acknowledged."""
+        """Keep blocks that the plan of `step` copies until the step is acknowledged."""
         for block in block_ids:
             self.pool.pin(block)
         for block in cpu_block_ids:
@@ -606,7 +606,7 @@ class Refusal(Enum):
     AWAITS_MASK = auto()
     """The mask of its next token is not made."""
     AWAITS_STATE = auto()
-    """Another sequence is about to make a snapshot that it needs."""
+    """Another sequence is about to make a snapshot that the sequence needs."""
     NO_ROOM = auto()
     """Too few blocks are free."""
     AWAITS_DISK = auto()

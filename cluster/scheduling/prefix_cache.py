@@ -29,7 +29,7 @@ class CachedPrefix(NamedTuple):
 
     table: list[int]
     state_ids: list[int]
-    """Blocks of the recurrent state after its tokens, if any layer has one."""
+    """Blocks of the recurrent state after the tokens, if any layer has a state."""
 
 
 class PrefixCache:
@@ -122,7 +122,7 @@ class PrefixCache:
 
     def find_swapped(self, sequence: Sequence, num_shareable: int) -> list[int]:
         """Return the table of the leading blocks of a swapped sequence that are cached."""
-        # It writes to no block of tokens that it has computed.
+        # A sequence writes to no block of computed tokens.
         most = min(num_shareable, sequence.num_computed // self.block_size)
         hits = self._find_chain(sequence, most)
         if self._groups.is_uniform:

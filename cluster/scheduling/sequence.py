@@ -83,7 +83,7 @@ class Waiting(Queued):
     """Holds nothing."""
 
     num_state_waits: int = 0
-    """Steps for which it waited for a snapshot that another sequence was about to make."""
+    """Steps for which the sequence waited for a snapshot of another sequence."""
     disk_read: DiskRead | None = None
     """The result of the only look-up on the disk; None before it."""
 
@@ -382,7 +382,7 @@ class Sequence:
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether it must not start before the mask of its next token is made."""
+        """Whether the sequence must not start before the mask of the next token is made."""
         return self.masks is not None and self.masks.is_strict and self.lacks_mask
 
     @property
@@ -476,7 +476,7 @@ class SequenceStates:
         self.pending: dict[int, bytes] = {}
         """The digests of these snapshots, as long as they are not made."""
         self.keeps_ends = True
-        """Whether it makes snapshots while it decodes."""
+        """Whether the sequence makes snapshots while decoding."""
         self.repeats_output = False
         """Whether its prompt continues the output of another sequence."""
         self.replaced: list[tuple[int, BlockKey]] = []
@@ -484,7 +484,7 @@ class SequenceStates:
         self.prompt_keys: list[BlockKey] = []
         """The keys of the snapshot of the end of its prompt."""
         self.origin: list[BlockKey] = []
-        """The keys of the snapshot of an earlier turn, from which it started."""
+        """The keys of the snapshot of an earlier turn, from which the sequence started."""
 
 
 class SequenceBlocks:
@@ -529,7 +529,7 @@ class SequenceBlocks:
         self.unverified = list[tuple[int, BlockKey]]()
         """Blocks released before their values gave finite logits."""
         self.states: SequenceStates | None = None
-        """Snapshots of its recurrent state, if any layer has one."""
+        """Snapshots of the recurrent state, if any layer has a state."""
         self.num_slots = 0
         """Capacity of the block table in tokens."""
         self.reserved_ids: list[int] = []

@@ -48,9 +48,9 @@ class SnapshotKind(Enum):
     PROMPT = auto()
     """The end of a prompt, for a next turn that does not repeat the output."""
     DECODE = auto()
-    """The end of the output, for a next turn that repeats it."""
+    """The end of the output, for a next turn that repeats the output."""
     CONTINUED = auto()
-    """The end of a turn, after a single other turn has continued it."""
+    """The end of a turn that a single other turn has continued."""
     SHARED = auto()
     """A position that several sequences have in common."""
 
@@ -136,7 +136,7 @@ class StateCopier:
         return bool(self._num_pending)
 
     def is_awaited(self, sequence: Sequence, num_found: int) -> bool:
-        """Return whether a sequence should wait until another has made a snapshot for it.
+        """Return whether a sequence should wait for a snapshot of another sequence.
 
         Both have a longer prefix in common than the `num_found` tokens that were found.
         """
@@ -157,7 +157,7 @@ class StateCopier:
         num_unreused = self._num_known(sequence) - sequence.num_computed
         self.num_unreused_tokens += num_unreused
         self.resume(sequence, load_ids)
-        # Siblings, and sequences that start again, find what their own request has made.
+        # Siblings, and sequences that start again, find snapshots of their own request.
         if load_ids and sequence.active.is_queued:
             self._note_turn(sequence, continues_output=num_unreused >= self._grid)
 
@@ -331,7 +331,7 @@ class StateCopier:
         states.replaced = []
 
     def _demote_origin(self, states: SequenceStates) -> None:
-        """Evict the snapshot of an earlier turn first, unless other sequences have reused it."""
+        """Evict the snapshot of an earlier turn first, unless other sequences reused it."""
         keys, states.origin = states.origin, []
         turn = self._turns.pop(keys[0].digest, None) if keys else None
         if turn is not None and turn.kind is SnapshotKind.CONTINUED:
@@ -382,7 +382,7 @@ class StateCopier:
         return found[::-1]
 
     def _between(self, first: int, end: int) -> range:
-        """Return the positions of snapshots between two others that are far apart."""
+        """Return the positions of snapshots between two distant snapshots."""
         interval = _GRIDS_PER_PROMPT * self._grid
         return range(first + interval, end, interval)
 

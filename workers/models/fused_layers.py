@@ -308,7 +308,7 @@ class FusedExperts:
 
 
 class FusedNoMLP:
-    """In place of the MLP of a layer without one."""
+    """The MLP of a layer without an MLP."""
 
     def accepts_quantized(self, num_rows: int) -> bool:
         """Return False."""

@@ -37,10 +37,10 @@ class Reader(Protocol):
     """The layer that reads a norm."""
 
     def accepts_quantized(self, num_rows: int) -> bool:
-        """Return whether it accepts this number of rows as `QuantizedRows`."""
+        """Return whether the layer accepts this number of rows as `QuantizedRows`."""
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
-        """Return whether it accepts this number of rows as a `DeferredRMSNorm`."""
+        """Return whether the layer accepts this number of rows as a `DeferredRMSNorm`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,13 +50,13 @@ class NormedDelta:
     output: torch.Tensor
     norm: FusedNorm
     beside: tuple[torch.Tensor, Norm, Norm] | None = None
-    """Another output, the norm of `output` and that of the other: `norm` is that of the sum of
-    both norms."""
+    """Another output, the norm of `output`, and the norm of the other output; `norm` norms the sum
+    of both."""
     scale: torch.Tensor | None = None
-    """What the stream is multiplied by after the addition, `[1]`."""
+    """A factor of the stream after the addition, `[1]`."""
 
     def select(self, indices: torch.Tensor) -> NormedDelta:
-        """Return what is added to some tokens; `indices` is `[num_selected]` int64."""
+        """Return the delta of some tokens; `indices` is `[num_selected]` int64."""
         beside = self.beside
         if beside is not None:
             beside = (beside[0].index_select(0, indices), *beside[1:])
@@ -88,7 +88,7 @@ class NormedDelta:
 
 
 Delta: TypeAlias = torch.Tensor | SplitKPartials | PendingSum | NormedDelta | None
-"""What a norm adds to the residual stream; None if the stream has it already."""
+"""An addition to the residual stream; None if the stream contains the sum already."""
 
 
 class FusedNorm:
@@ -112,7 +112,7 @@ class FusedNorm:
             is_plain = not norm.is_centered and norm.bias is None
             if is_plain:
                 self.add_normed = add_normed_kernel(norm.weight, norm.eps, overlaps=overlaps)
-            # A reader is a kernel that starts while the one before it ends, as this does.
+            # A reader is a kernel that starts before this kernel ends.
             self._defers = overlaps and is_plain
             self._kernels = norm_kernels(
                 norm.weight,

@@ -149,11 +149,11 @@ class EmbeddingInput(CompositeLayer):
         self._function = activation_function(config.activation)
 
     def __call__(self, stream: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the stream, `[num_tokens, hidden_size]`."""
+        """Return the addition to the stream, `[num_tokens, hidden_size]`."""
         return self.norm(self.projected(stream, embedding))
 
     def projected(self, stream: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Return what a call does, before its norm."""
+        """Return the result of a call without the norm."""
         gated = self._function(self._gate(stream)).mul_(embedding)
         return self._projection(gated)
 
