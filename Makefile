@@ -28,7 +28,7 @@ SEEDS ?= 10000
 
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup helm deploy-tools gateway-test helm-4-test demo simulate test test-slow test-real test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
+.PHONY: setup helm deploy-tools gateway-test helm-4-test demo simulate test run-tests test-slow test-real test-clients image-test test-hostile test-page chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -103,13 +103,16 @@ $(SMOLLM2): | $(STAMP)
 check: setup
 	@scripts/check
 
-# Three processes on two cores, each of which runs whole files: tests often wait for servers.
+# The checks run beside the tests: mypy uses one core.
 test: setup
-	@$(MAKE) --no-print-directory -j2 check $(COMPILED)
+	@$(MAKE) --no-print-directory -j2 check run-tests
+
+# Three processes on two cores, each of which runs whole files: tests often wait for servers.
+run-tests: $(COMPILED)
 	@scripts/test --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# Modules are compiled beside mypy, which uses one core. Otherwise each of the three processes
-# compiles most of them. A test that cannot be imported is reported when the tests run.
+# Otherwise each of the three processes compiles most modules. A test that cannot be imported is
+# reported when the tests run.
 $(COMPILED): $(STAMP)
 	@$(BIN)/pytest --collect-only --quiet >$@ || true
 
