@@ -15,6 +15,8 @@ from typing import Any
 # Before torch is imported anywhere. Threads that spin while they wait take the cores from the
 # other processes that run tests.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# NumPy's threads always do; half of the time of kernels in Triton's interpreter would be theirs.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
