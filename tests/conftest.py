@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 from typing import Any
 
 # Before torch is imported anywhere. Threads that spin while they wait take the cores from the
@@ -110,6 +111,17 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Modules of tests with kernels have imported it.
+        if "triton" in sys.modules:
+            from tests.quick_interpreter import patch_builtin
+
+            patch.setattr("triton.runtime.interpreter._patch_builtin", patch_builtin)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,22 +1,11 @@
 """Settings of the attention tests."""
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.attention.rig import Rig
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("triton"):
-            from tests.attention.quick_interpreter import patch_builtin
-
-            patch.setattr("triton.runtime.interpreter._patch_builtin", patch_builtin)
-        yield
 
 
 @pytest.fixture(params=["kernel", "torch"])
