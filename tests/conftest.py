@@ -118,9 +118,9 @@ def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Modules of tests with kernels have imported it.
         if "triton" in sys.modules:
-            from tests.quick_interpreter import patch_builtin
+            from tests.quick_interpreter import quicken_interpreter
 
-            patch.setattr("triton.runtime.interpreter._patch_builtin", patch_builtin)
+            quicken_interpreter(patch)
         yield
 
 
