@@ -32,6 +32,7 @@ from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import wait_for
+from tests.slow_params import some_slow
 from tests.structured.fake_masks import FakeMasks
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def batch() -> Iterator[Batch]:
     batch.close()
 
 
-@pytest.mark.parametrize("num_others", [1, 9])
+@pytest.mark.parametrize("num_others", some_slow([9, 1], slow=[1]))
 def test_a_mask_that_never_ends_ends_its_sequence_and_no_other(
     batch: Batch, num_others: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +124,7 @@ def test_all_sequences_of_a_slow_grammar_end(batch: Batch) -> None:
     assert len(batch.fake.processes) <= 2
 
 
+@pytest.mark.slow
 def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
     batch = Batch(hang_s=1.5)
     batch.add("plain", "holds the lock", "plain")
@@ -134,7 +136,7 @@ def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
     batch.close()
 
 
-@pytest.mark.parametrize("kind", ["eats", "holds the lock"])
+@pytest.mark.parametrize("kind", some_slow(["eats", "holds the lock"], slow=["eats"]))
 def test_a_grammar_that_ends_a_process_ends_it_once(kind: str) -> None:
     batch = Batch(memory_bytes=256 * 2**20, hang_s=1.5)
     batch.add("plain")

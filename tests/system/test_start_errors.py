@@ -296,8 +296,13 @@ def test_more_ranks_than_devices_are_rejected(
     [
         ("RAY_TMPDIR", "/dev/null", ("Could not start Ray", "/dev/null", "RAY_TMPDIR")),
         ("RAY_ADDRESS", "127.0.0.1:1", ("No Ray cluster responds", "127.0.0.1:1")),
-        ("RAY_ADDRESS", "nonsense", ("RAY_ADDRESS", "nonsense")),
-        ("RAY_ADDRESS", "ray://127.0.0.1:10001", ("Ray Client", "HOST:PORT")),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("RAY_ADDRESS", "nonsense", ("RAY_ADDRESS", "nonsense")),
+                ("RAY_ADDRESS", "ray://127.0.0.1:10001", ("Ray Client", "HOST:PORT")),
+            )
+        ),
     ],
 )
 def test_ray_that_cannot_be_used_is_reported(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pagedray.errors import DeviceError
+from tests.slow_params import some_slow
 from tests.system.server_process import free_port
 from tests.workers.parallel.joined_group import join_group
 from tests.workers.reference import CPU, reference_logits, save_checkpoint
@@ -23,24 +24,35 @@ from workers.parallel.process_group import _choose_nccl_interface, make_group
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, GroupAddress
 
 ROOT = Path(__file__).parents[3]
+_FIRST = TWO_RANK_CASES[0]
+_SLOW = TWO_RANK_CASES[1::2]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """The first case, and the cases of the tests of this module that will run."""
+    tests = [one for one in request.session.items if one.path == request.path]
+    params = [one.callspec.params for one in tests if hasattr(one, "callspec")]
+    chosen = {one.get("name") for one in params}
+    return [name for name in TWO_RANK_CASES if name == _FIRST or name in chosen]
+
+
+@pytest.fixture(scope="module")
+def folder(names: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    for name in TWO_RANK_CASES:
+    for name in names:
         save_checkpoint(name, folder / name)
     return folder
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    """The results of each of two ranks, which run all cases."""
+def ranks(names: list[str], folder: Path) -> list[dict[str, Any]]:
+    """The results of each of two ranks, which run the cases."""
     rendezvous = FileRendezvous()
     command = [sys.executable, "-m", "tests.workers.parallel.rank_process"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(rendezvous.address), str(folder), *TWO_RANK_CASES],
+            [*command, str(rank), "2", str(rendezvous.address), str(folder), *names],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,7 +70,7 @@ def test_cases_hold_one_kv_head_for_two_ranks() -> None:
     assert any(CASES[name]["kv_heads"] == 1 for name in TWO_RANK_CASES)
 
 
-@pytest.mark.parametrize("name", TWO_RANK_CASES)
+@pytest.mark.parametrize("name", some_slow(TWO_RANK_CASES, slow=_SLOW))
 def test_two_ranks_compute_what_transformers_computes(
     name: str, folder: Path, ranks: list[dict[str, Any]]
 ) -> None:
@@ -67,7 +79,7 @@ def test_two_ranks_compute_what_transformers_computes(
     assert torch.equal(logits[0], logits[1])
 
 
-@pytest.mark.parametrize("name", EXPERT_PARALLEL_CASES)
+@pytest.mark.parametrize("name", some_slow(EXPERT_PARALLEL_CASES, slow=_SLOW))
 def test_whole_experts_on_two_ranks_compute_what_transformers_computes(
     name: str, folder: Path, ranks: list[dict[str, Any]]
 ) -> None:
@@ -77,8 +89,8 @@ def test_whole_experts_on_two_ranks_compute_what_transformers_computes(
 
 
 def test_two_ranks_agree_in_bfloat16(folder: Path, ranks: list[dict[str, Any]]) -> None:
-    exact = reference_logits(folder / TWO_RANK_CASES[0])
-    theirs = reference_logits(folder / TWO_RANK_CASES[0], torch.bfloat16)
+    exact = reference_logits(folder / _FIRST)
+    theirs = reference_logits(folder / _FIRST, torch.bfloat16)
     assert torch.equal(ranks[0]["bfloat16"], ranks[1]["bfloat16"])
     assert (ranks[0]["bfloat16"] - exact).norm() < 1.2 * (theirs - exact).norm()
 
