@@ -55,7 +55,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}
     },
 }
-SAMPLE = 5
+SAMPLE = 3
 """Edits of each configuration that run each time; all of them are slow tests."""
 # The section is not read; transformers does not find the tensors of some classes without a type,
 # and does not apply MPT's maximum.
