@@ -64,6 +64,25 @@ class DeferredRMSNorm:
         return len(self.stream)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowConv:
+    """A causal convolution with SiLU of some columns of a product, for one token of one sequence.
+
+    The product that computes the columns also updates the state.
+    """
+
+    first_column: int
+    """The first channel; the other channels are in the columns behind it."""
+    weight: torch.Tensor
+    """`[num_channels, width]`."""
+    bias: torch.Tensor | None
+    """`[num_channels]`."""
+    states: torch.Tensor
+    """`[num_rows, width - 1, num_channels]`."""
+    rows: torch.Tensor
+    """The row of the state, int32 `[1]`; -1 for none."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitKPartials:
     """The parts of a product with divided inputs; the rows are the sum of the parts."""

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.arguments import DeferredRMSNorm, Rotary, SplitKPartials, num_multiprocessors
+from attention.kernels.arguments import (
+    DeferredRMSNorm,
+    Rotary,
+    RowConv,
+    SplitKPartials,
+    num_multiprocessors,
+)
 from attention.kernels.triton.gemm.gemv import add_gemv, default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.normed_gemv import normed_gemv, normed_gemv_gated
 from attention.kernels.triton.gemm.persistent_gated import keeps_gpu_busy, persistent_gated
@@ -91,6 +97,10 @@ class HopperLinear(DenseLinear):
     def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
         assert self._gemv_tuning is not None
         return normed_gemv(row, self.weight, self.bias, self._gemv_tuning)
+
+    def convolved_with_norm(self, row: DeferredRMSNorm, conv: RowConv) -> torch.Tensor:
+        assert self._gemv_tuning is not None
+        return normed_gemv(row, self.weight, self.bias, self._gemv_tuning, conv)
 
     def gated_with_norm(self, row: DeferredRMSNorm, activation: Activation) -> torch.Tensor:
         if self.bias is not None or self._gated_gemv_tuning is None:

@@ -15,7 +15,13 @@ from workers.layers.weight import MatrixPart, WeightShard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.kernels.arguments import DeferredRMSNorm, QuantizedRows, Rotary, SplitKPartials
+    from attention.kernels.arguments import (
+        DeferredRMSNorm,
+        QuantizedRows,
+        Rotary,
+        RowConv,
+        SplitKPartials,
+    )
     from pagedray.model_config import Activation
 
 __all__ = ["DenseLinear", "LinearKernel"]
@@ -142,6 +148,10 @@ class LinearKernel(ABC):
 
     def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
         """Return `[1, out_size]`; only if `accepts_deferred_norm`."""
+        raise NotImplementedError
+
+    def convolved_with_norm(self, row: DeferredRMSNorm, conv: RowConv) -> torch.Tensor:
+        """Return what `forward_with_norm` does, with a convolution of some columns."""
         raise NotImplementedError
 
     def gated_with_norm(self, row: DeferredRMSNorm, activation: Activation) -> torch.Tensor:

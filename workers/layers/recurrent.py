@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from attention.abstract import StateTensor
-from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
+from attention.kernels.arguments import DeltaGates, GatedNorm, RowConv, ScanGates, Segments
 from attention.kernels.recurrent import (
     causal_conv,
     gated_delta_rule,
@@ -92,6 +92,8 @@ class RecurrentLayer(CompositeLayer):
     gates: ColumnParallelLinear | None = None
     """Columns of the input in another format, or None."""
     output: RowParallelLinear
+    _first_channel: int | None = None
+    """The first column of `input` that is convolved as it is, or None."""
 
     def __init__(
         self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
@@ -111,17 +113,31 @@ class RecurrentLayer(CompositeLayer):
         gates = None if self.gates is None else self.gates(x)
         return self.output(self.heads(self.input(x), gates, step))
 
+    def row_conv(self, step: HasStates) -> RowConv | None:
+        """Return the convolution for the product of `input` to compute, if there is one token."""
+        assert step.states is not None
+        states, segments = step.states.layers[self._index], step.states.segments
+        is_row = segments.max_query_len == 1 and len(segments.rows) == 1
+        if self._first_channel is None or not is_row:
+            return None
+        return self._conv.of_row(self._first_channel, states[0], segments.rows)
+
     def heads(
-        self, columns: torch.Tensor, gates: torch.Tensor | None, step: HasStates
+        self,
+        columns: torch.Tensor,
+        gates: torch.Tensor | None,
+        step: HasStates,
+        *,
+        is_convolved: bool = False,
     ) -> torch.Tensor:
         """Return the input of the output projection, `[num_tokens, columns of this rank]`.
 
-        Takes the results of `input` and `gates`. The states of the step's sequences advance by its
-        tokens.
+        Takes the results of `input`, convolved or not, and `gates`. The states of the step's
+        sequences advance by its tokens.
         """
         assert step.states is not None
         states, segments = step.states.layers[self._index], step.states.segments
-        return self._mix(columns, gates, states, segments)
+        return self._mix(columns, gates, states, segments, is_convolved=is_convolved)
 
     @abstractmethod
     def _mix(
@@ -130,6 +146,8 @@ class RecurrentLayer(CompositeLayer):
         gates: torch.Tensor | None,
         states: tuple[torch.Tensor, ...],
         segments: Segments,
+        *,
+        is_convolved: bool,
     ) -> torch.Tensor:
         """Return what `heads` does; `states` are those of this layer, and change."""
 
@@ -159,8 +177,10 @@ class ShortConvLayer(RecurrentLayer):
         gates: torch.Tensor | None,
         states: tuple[torch.Tensor, ...],
         segments: Segments,
+        *,
+        is_convolved: bool,
     ) -> torch.Tensor:
-        del gates
+        del gates, is_convolved
         before, after, inner = columns.chunk(3, dim=1)
         (conv_states,) = states
         return self._conv(before * inner, conv_states, segments, None).mul_(after)
@@ -181,6 +201,7 @@ class DeltaRuleLayer(RecurrentLayer):
     ) -> None:
         super().__init__(prefix, config, layer_index, place)
         group, recurrent = place.group, self._config
+        self._first_channel = 0
         columns = _delta_columns(prefix, config, recurrent, group)
         gates = _gate_columns(prefix, recurrent, group)
         if not _have_one_format(columns, gates, place.quantization):
@@ -210,13 +231,16 @@ class DeltaRuleLayer(RecurrentLayer):
         gates: torch.Tensor | None,
         states: tuple[torch.Tensor, ...],
         segments: Segments,
+        *,
+        is_convolved: bool,
     ) -> torch.Tensor:
         config, keys = self._config, self._key_columns
         values = self._num_heads * config.value_size
         inner, z, *rest = columns.split((2 * keys + values, values, *self._gate_sizes), dim=1)
         b, a = rest if gates is None else gates.chunk(2, dim=1)
         conv_states, matrices = states
-        inner = self._conv(inner, conv_states, segments, "silu")
+        if not is_convolved:
+            inner = self._conv(inner, conv_states, segments, "silu")
         query, key, value = inner.split((keys, keys, values), dim=1)
         out = gated_delta_rule(
             query.unflatten(1, (-1, config.key_size)),
@@ -271,6 +295,7 @@ class ScanLayer(RecurrentLayer):
             )
         ]
         self._sizes = [part.size for part in columns]
+        self._first_channel = gate.size
         self.input = ColumnParallelLinear(
             config.hidden_size,
             columns,
@@ -297,12 +322,15 @@ class ScanLayer(RecurrentLayer):
         gates: torch.Tensor | None,
         states: tuple[torch.Tensor, ...],
         segments: Segments,
+        *,
+        is_convolved: bool,
     ) -> torch.Tensor:
         del gates
         config, sizes = self._config, self._sizes
         z, inner, steps = columns.split((sizes[0], sum(sizes[1:4]), sizes[4]), dim=1)
         conv_states, matrices = states
-        inner = self._conv(inner, conv_states, segments, "silu")
+        if not is_convolved:
+            inner = self._conv(inner, conv_states, segments, "silu")
         values, b, c = inner.split(sizes[1:4], dim=1)
         vectors = self._vectors
         out = selective_scan(
@@ -353,6 +381,16 @@ class _Convolution(Layer):
     ) -> torch.Tensor:
         """Return `[num_tokens, num_channels]` for `[num_tokens, num_channels]`."""
         return causal_conv(x, self._weight, self._bias, states, segments, activation)
+
+    def of_row(self, first_column: int, states: torch.Tensor, rows: torch.Tensor) -> RowConv:
+        """Return the same with SiLU, of one token, for a product to compute."""
+        return RowConv(
+            first_column=first_column,
+            weight=self._weight,
+            bias=self._bias,
+            states=states,
+            rows=rows,
+        )
 
     def weight_shards(self) -> Iterator[WeightShard]:
         first, width = 0, self._weight.shape[1]

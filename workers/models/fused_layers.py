@@ -222,6 +222,11 @@ class FusedRecurrence:
         """Return the input of the output projection, `[num_tokens, columns of this rank]`."""
         del rotation
         gates = None
+        if isinstance(x, DeferredRMSNorm):
+            conv = self._layer.row_conv(attention)
+            if conv is not None:
+                columns = self._kernel.convolved_with_norm(x, conv)
+                return self._layer.heads(columns, None, attention, is_convolved=True)
         if self._gates is not None:
             assert isinstance(x, torch.Tensor)
             gates = self._gates(x)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.arguments import DeferredRMSNorm
+from attention.kernels.arguments import DeferredRMSNorm, RowConv, Segments
+from attention.kernels.recurrent import causal_conv
 from attention.kernels.triton.gemm.gemv import (
     GemvTuning,
     add_gemv,
@@ -216,6 +217,35 @@ def test_inputs_are_rounded_as_a_norm_that_is_written() -> None:
     expected = gemv(written_norm(row), weight, None, TUNING)
     # The sum of squares has another order, so that an element may round to its other neighbor.
     assert (found == expected).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_some_columns_are_convolved(width: int, has_bias: bool) -> None:
+    row = unnormed(640, torch.float32, torch.float32, 1e-6)
+    weight = (random(13, 640, dtype=torch.float32) / 25).to(DEVICE)
+    product = normed_gemv(row, weight, None, TUNING)
+    conv = RowConv(
+        first_column=3,
+        weight=random(7, width, dtype=torch.float32).to(DEVICE),
+        bias=random(7, dtype=torch.float32).to(DEVICE) if has_bias else None,
+        states=random(4, width - 1, 7, dtype=torch.float32).to(DEVICE)[:3],
+        rows=torch.tensor([1], dtype=torch.int32, device=DEVICE),
+    )
+    states = conv.states.cpu().clone()
+    segments = Segments(
+        query_starts=torch.arange(2, dtype=torch.int32), rows=conv.rows.cpu(), max_query_len=1
+    )
+    inner, taps = product[:, 3:10].cpu(), conv.weight.cpu()
+    bias = None if conv.bias is None else conv.bias.cpu()
+    expected = product.clone()
+    expected[:, 3:10] = causal_conv(inner, taps, bias, states, segments, "silu").to(DEVICE)
+    found = normed_gemv(row, weight, None, TUNING, conv)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(conv.states.cpu(), states)
+    conv.rows.fill_(-1)
+    normed_gemv(row, weight, None, TUNING, conv)
+    torch.testing.assert_close(conv.states.cpu(), states)
 
 
 def test_a_weight_of_the_norm_may_be_float32() -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from attention.kernels.arguments import DeferredRMSNorm, SplitKPartials
+from attention.kernels.arguments import DeferredRMSNorm, RowConv, SplitKPartials
 from cluster.llm.generation import Completion
 from pagedray import LLM, SamplingParams
 from pagedray.model_config import Activation
@@ -46,6 +46,10 @@ class CountingLinear(HopperLinear):
         self.counts["norm"] += 1
         return super().forward_with_norm(row)
 
+    def convolved_with_norm(self, row: DeferredRMSNorm, conv: RowConv) -> torch.Tensor:
+        self.counts["norm and convolution"] += 1
+        return super().convolved_with_norm(row, conv)
+
     def gated_with_norm(self, row: DeferredRMSNorm, activation: Activation) -> torch.Tensor:
         self.counts["norm and gate"] += 1
         return super().gated_with_norm(row, activation)
@@ -79,6 +83,10 @@ def use(kind: type[HopperLinear], monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama-6-heads-3-kv", {"norm": 3, "norm and gate": 3, "sum": 6}),
         # One layer of three has an MLP, behind which alone the stream is whole.
         ("qwen3_moe-dense-layers-windows", {"norm": 2, "norm and gate": 1, "sum": 4}),
+        (
+            "qwen3_5_text-most-recurrent",
+            {"norm": 1, "norm and convolution": 4, "norm and gate": 5, "sum": 10},
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -90,6 +98,7 @@ def use(kind: type[HopperLinear], monkeypatch: pytest.MonkeyPatch) -> None:
                 ("mpt-12-heads", {"sum": 6}),
                 ("cohere2-parallel", {}),
                 ("olmo2-6-heads-2-kv", {}),
+                ("nemotron_h-last-without-mlp", {"norm": 2, "norm and convolution": 1, "sum": 3}),
             )
         ),
     ],

@@ -19,10 +19,13 @@ from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_
 if TYPE_CHECKING:
     import torch
 
-    from attention.kernels.arguments import DeferredRMSNorm
+    from attention.kernels.arguments import DeferredRMSNorm, RowConv
     from attention.kernels.triton.gemm.gemv import GemvTuning
 
 __all__ = ["normed_gemv", "normed_gemv_gated"]
+
+_MAX_WIDTH = 4
+"""Tokens of a convolution."""
 
 
 @triton.jit
@@ -58,14 +61,50 @@ def _normed_inputs(
 
 
 @triton.jit
+def _earlier_input(
+    state: tl.tensor,
+    channels: tl.tensor,
+    is_kept: tl.tensor,
+    age: tl.constexpr,
+    num_channels: tl.constexpr,
+    width: tl.constexpr,
+) -> tl.tensor:
+    """Return the inputs of channels `age` tokens before, float32, or zeros before the width."""
+    places = (width - 1 - age) * num_channels + channels
+    return tl.load(state + places, mask=is_kept & (age < width), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tap(
+    weight: tl.tensor,
+    channels: tl.tensor,
+    is_channel: tl.tensor,
+    age: tl.constexpr,
+    width: tl.constexpr,
+) -> tl.tensor:
+    """Return the weights of inputs `age` tokens before, float32."""
+    places = channels * width + width - 1 - age
+    return tl.load(weight + places, mask=is_channel & (age < width), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _normed_gemv(
     stream: tl.tensor,
     norm_weight: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    conv_weight: tl.tensor,
+    conv_bias: tl.tensor,
+    states: tl.tensor,
+    rows: tl.tensor,
     out_size: tl.tensor,
     eps: tl.tensor,
+    row_stride: tl.tensor,
+    first_channel: tl.constexpr,
+    num_channels: tl.constexpr,
+    width: tl.constexpr,
+    has_conv_bias: tl.constexpr,
     size: tl.constexpr,
     has_bias: tl.constexpr,
     is_gated: tl.constexpr,
@@ -79,7 +118,8 @@ def _normed_gemv(
 
     Launched by `normed_gemv` and `normed_gemv_gated`; grid `(tiles of columns,)`. Pointers: stream
     and norm_weight `[size]`; weight `[out_size, size]`, or twice as many rows if it is gated; bias
-    and out `[out_size]`.
+    and out `[out_size]`. If `num_channels` is not 0, columns from `first_channel` on are convolved:
+    the other pointers are as in `RowConv`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Columns past the end repeat earlier columns, and are not stored.
@@ -90,6 +130,16 @@ def _normed_gemv(
     if is_gated:
         other_values = weight_vectors(weight, read + out_size, 0, size, tile, vector)
     wait_for_inputs(is_dependent)
+    if num_channels > 0:
+        channels = columns - first_channel
+        is_channel = (channels >= 0) & (channels < num_channels)
+        row = tl.load(rows)
+        is_kept = is_channel & (row >= 0)
+        states += row.to(tl.int64) * row_stride
+        # No other program writes these. The product is summed over threads after they have read.
+        a = _earlier_input(states, channels, is_kept, 3, num_channels, width)
+        b = _earlier_input(states, channels, is_kept, 2, num_channels, width)
+        c = _earlier_input(states, channels, is_kept, 1, num_channels, width)
     inverse = _inverse_root_mean_square(stream, eps, size, tile)
     num_tiles: tl.constexpr = (size + tile - 1) // tile
     for index in range(1, num_tiles):
@@ -113,17 +163,39 @@ def _normed_gemv(
     if is_gated:
         other += tl.sum(other_values.to(tl.float32) * inputs[None, :, :], axis=2)
         product = rounded_gate(product, tl.sum(other, axis=1), gate, element_type)
+    if num_channels > 0:
+        # Round as if the columns had been stored.
+        d = product.to(element_type).to(tl.float32)
+        sums = tl.zeros([tile_columns], tl.float32)
+        if has_conv_bias:
+            sums += tl.load(conv_bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+        sums += a * _tap(conv_weight, channels, is_channel, 3, width)
+        sums += b * _tap(conv_weight, channels, is_channel, 2, width)
+        sums += c * _tap(conv_weight, channels, is_channel, 1, width)
+        sums += d * _tap(conv_weight, channels, is_channel, 0, width)
+        product = tl.where(is_channel, sums / (1.0 + tl.exp(-sums)), product)
+        states += channels
+        if width > 3:
+            tl.store(states, b.to(element_type), mask=is_kept)
+        if width > 2:
+            tl.store(states + (width - 3) * num_channels, c.to(element_type), mask=is_kept)
+        tl.store(states + (width - 2) * num_channels, d.to(element_type), mask=is_kept)
     tl.store(out + columns, product.to(element_type), mask=columns < out_size)
 
 
 def normed_gemv(
-    row: DeferredRMSNorm, weight: torch.Tensor, bias: torch.Tensor | None, tuning: GemvTuning
+    row: DeferredRMSNorm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tuning: GemvTuning,
+    conv: RowConv | None = None,
 ) -> torch.Tensor:
     """Return `norm(row) @ weight.T + bias`, `[1, out_size]`; the norm is that of `add_norm`.
 
-    `weight` is `[out_size, size]`, contiguous and of the row's dtype.
+    `weight` is `[out_size, size]`, contiguous and of the row's dtype. With `conv`, some columns are
+    convolved.
     """
-    return _launched(row, weight, bias, len(weight), tuning, gate=None)
+    return _launched(row, weight, bias, len(weight), tuning, gate=None, conv=conv)
 
 
 def normed_gemv_gated(
@@ -144,6 +216,7 @@ def _launched(
     tuning: GemvTuning,
     *,
     gate: str | None,
+    conv: RowConv | None = None,
 ) -> torch.Tensor:
     stream = row.stream
     num_rows, size = stream.shape
@@ -154,14 +227,26 @@ def _launched(
     assert weight.is_contiguous()
     assert weight.shape[1] == size
     out = stream.new_empty((1, out_size))
+    numbers = out_size, row.eps
+    convolution: tuple[object, ...] = (weight,) * 4 + numbers + (0, 0, 0, 1, False)
+    if conv is not None:
+        num_channels, width = conv.weight.shape
+        assert 2 <= width <= _MAX_WIDTH
+        assert conv.weight.is_contiguous()
+        assert conv.states.dtype == stream.dtype
+        assert conv.states.stride()[1:] == (num_channels, 1)
+        has_bias = conv.bias is not None
+        convolution = (
+            *(conv.weight, conv.bias if has_bias else conv.weight, conv.states, conv.rows),
+            *(*numbers, conv.states.stride(0), conv.first_column, num_channels, width, has_bias),
+        )
     _normed_gemv[(triton.cdiv(out_size, tuning.tile_columns),)](
         stream,
         row.weight,
         weight,
         weight if bias is None else bias,
         out,
-        out_size,
-        row.eps,
+        *convolution,
         size=size,
         has_bias=bias is not None,
         is_gated=gate is not None,

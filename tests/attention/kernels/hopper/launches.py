@@ -16,6 +16,7 @@ from attention.kernels.arguments import (
     NewTokens,
     QuantizedRows,
     Rotary,
+    RowConv,
     ScanGates,
     Segments,
 )
@@ -216,6 +217,18 @@ def layer_of_one_row() -> None:
                     normed_gemv_gated(unnormed, weight, "silu", tuning)
                 else:
                     normed_gemv(unnormed, weight, None, tuning)
+    weight = tensor(12352, 2048)
+    tuning = default_gemv_tuning(weight, is_gated=False)
+    assert tuning is not None
+    conv = RowConv(
+        first_column=0,
+        weight=tensor(8192, 4),
+        bias=None,
+        states=tensor(4, 3, 8192),
+        rows=tensor(1, dtype=INT),
+    )
+    unnormed = DeferredRMSNorm(tensor(1, 2048), tensor(2048, dtype=torch.float32), 1e-6)
+    normed_gemv(unnormed, weight, None, tuning, conv)
     for size in (4096, 14336):
         weight = tensor(4096, size)
         tuning = default_gemv_tuning(weight, is_gated=False)
