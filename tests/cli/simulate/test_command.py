@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.engine import WORKLOADS
-from bench.simulation import measured_figure, simulated_figure
+from bench.simulation import MEASURED, measured_figure, simulated_figure
 from cluster.cli.commands import main
 from cluster.cli.parser import make_parser
 from cluster.cli.simulate_flags import set_sizes
@@ -18,7 +17,7 @@ REQUEST = '{"arrival_s": 0, "num_prompt_tokens": 4, "num_output_tokens": 3}\n'
 
 
 def test_predictions_are_near_what_an_h200_measured() -> None:
-    for workload in WORKLOADS["llama-8b"]:
+    for workload in MEASURED:
         assert simulated_figure(workload) == pytest.approx(measured_figure(workload), rel=0.15)
 
 
