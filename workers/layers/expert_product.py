@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attention.kernels.arguments import ExpertWeights, SigmoidScores
+from attention.kernels.arguments import DeferredRMSNorm, ExpertWeights, SigmoidScores
 from pagedray.model_config import ExpertsConfig
 from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.activation import activation_function, clamped_gate
@@ -19,7 +19,7 @@ from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_choice import (
     linear_kernel_class,
-    make_exact_row_product,
+    make_exact_kernel,
     make_linear_kernel,
 )
 from workers.layers.weight import Layer, Placement, WeightShard
@@ -361,7 +361,18 @@ class Router(Layer):
 
     def __call__(self, x: torch.Tensor) -> Choice:
         """Return the experts of each of `[num_tokens, hidden_size]`."""
-        logits = self._logits(x)
+        return self._choice(self._logits(x))
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        """Return whether `with_norm` accepts this number of rows."""
+        return self._kernel.accepts_deferred_norm(num_rows)
+
+    def with_norm(self, row: DeferredRMSNorm) -> tuple[torch.Tensor, Choice]:
+        """Return the norm of a row, and its experts."""
+        normed = torch.empty_like(row.stream)
+        return normed, self._choice(self._kernel.forward_with_norm(row, normed))
+
+    def _choice(self, logits: torch.Tensor) -> Choice:
         if logits.is_cuda and self._has_kernel:
             # Triton is absent on machines without a GPU.
             from attention.kernels.triton.experts import choose_experts
@@ -379,8 +390,8 @@ class Router(Layer):
             )
         experts, weights = self._chosen(logits[:, : self._num_experts])
         if self._num_stacked:
-            shape = len(x), self._num_stacked
-            stacked = self._num_experts + torch.arange(self._num_stacked, device=x.device)
+            shape = len(logits), self._num_stacked
+            stacked = self._num_experts + torch.arange(self._num_stacked, device=logits.device)
             gates = weights.new_ones(shape)
             if self._has_gate:
                 gates = logits[:, self._num_experts :].float().sigmoid().expand(shape)
@@ -463,15 +474,16 @@ class SigmoidRouter(Router):
         if experts.has_choice_bias:
             self._bias = torch.empty(experts.num_experts, dtype=torch.float32, device=place.device)
         self._sigmoid = SigmoidScores(bias=self._bias, scale=self._scale, sum_eps=self._sum_eps)
-        self._dtype = place.dtype
-        self._row_product = None
+        self._dtype: torch.dtype | None = place.dtype
+        """The dtype of the product's rows; None for any."""
+        exact = None
         if place.dtype == torch.float32:
-            self._row_product = make_exact_row_product(self._kernel.weight)
+            exact = make_exact_kernel(*self._shape, has_bias=experts.has_bias, device=place.device)
+        if exact is not None:
+            self._kernel, self._dtype = exact, None
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 1 and self._row_product is not None:
-            return self._row_product(x)
-        return self._kernel(x.to(self._dtype))
+        return self._kernel(x if self._dtype is None else x.to(self._dtype))
 
     def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.sigmoid().float()

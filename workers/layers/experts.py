@@ -76,7 +76,7 @@ class ExpertLayer(Layer):
         self._group = place.group
         self._shared = shared
         self._tensors = ExpertTensors(prefix, names, experts, hidden_size=inner_size, place=place)
-        self._router = _make_router(prefix, names, experts, place, hidden_size)
+        self.router = _make_router(prefix, names, experts, place, hidden_size)
         self._product = make_expert_product(
             ExpertPart(
                 config=experts,
@@ -96,7 +96,7 @@ class ExpertLayer(Layer):
 
     def choose(self, x: torch.Tensor) -> Choice:
         """Return the experts of each token; `x` is the router's input."""
-        return self._router(x)
+        return self.router(x)
 
     def partial(self, x: torch.Tensor, choice: Choice | None = None) -> torch.Tensor:
         """Return this rank's part of the output. Without a choice, the router reads `x`."""
@@ -114,14 +114,16 @@ class ExpertLayer(Layer):
             shared.mul_(self._shared_gate(x).sigmoid())
         return out.add_(shared)
 
-    def forward_residual(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def forward_residual(
+        self, stream: torch.Tensor, x: torch.Tensor, choice: Choice
+    ) -> torch.Tensor | None:
         """Add the output to the stream, in place, if one kernel does both; else return it."""
         if self._latent or self._shared is not None:
-            return self.partial(x)
-        return self._product.forward_residual(stream, x, self.choose(x))
+            return self.partial(x, choice)
+        return self._product.forward_residual(stream, x, choice)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield from self._router.weight_shards()
+        yield from self.router.weight_shards()
         yield from self._tensors.weight_shards(self._product)
         if self._shared is not None:
             yield from self._shared.weight_shards()
@@ -138,7 +140,7 @@ class ExpertLayer(Layer):
         num_stacked, num_bytes = self._num_stacked, self._product.num_bytes
         # All experts of a rank are equally large.
         stacked_bytes = num_bytes * num_stacked // (len(tensors.experts) + num_stacked)
-        work = self._router.weight_work() + WeightWork(
+        work = self.router.weight_work() + WeightWork(
             num_bytes=stacked_bytes,
             expert_bytes=num_bytes - stacked_bytes,
             # The projections of the input, and the down projection.
@@ -148,7 +150,7 @@ class ExpertLayer(Layer):
         return sum((layer.weight_work() for layer in others if layer is not None), work)
 
     def finalize(self) -> None:
-        self._router.finalize()
+        self.router.finalize()
         self._product.finalize()
         if self._shared is not None:
             self._shared.finalize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,11 +32,9 @@ from workers.layers.activation import gated_columns
 from workers.layers.linear_kernel import DenseLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pagedray.model_config import Activation
 
-__all__ = ["HopperLinear", "exact_row_product", "is_faster_split"]
+__all__ = ["ExactHopperLinear", "HopperLinear", "is_faster_split"]
 
 _NUM_PARTS = 2
 _TILE_ROWS, _TILE_COLUMNS = 128, 128
@@ -94,9 +91,11 @@ class HopperLinear(DenseLinear):
     def accepts_deferred_norm(self, num_rows: int) -> bool:
         return num_rows == 1 and self._has_normed_gemv and self._gemv_tuning is not None
 
-    def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
+    def forward_with_norm(
+        self, row: DeferredRMSNorm, normed: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert self._gemv_tuning is not None
-        return normed_gemv(row, self.weight, self.bias, self._gemv_tuning)
+        return normed_gemv(row, self.weight, self.bias, self._gemv_tuning, normed=normed)
 
     def convolved_with_norm(self, row: DeferredRMSNorm, conv: RowConv) -> torch.Tensor:
         assert self._gemv_tuning is not None
@@ -133,12 +132,30 @@ class HopperLinear(DenseLinear):
         return super().forward_residual(stream, x)
 
 
-def exact_row_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the product of one row in 16 bits with a weight in float32, or None without one."""
-    tuning = default_gemv_tuning(weight, is_gated=False)
-    if tuning is None or "gemv" in failed_trials(weight.device):
-        return None
-    return partial(gemv, weight=weight, bias=None, tuning=tuning)
+class ExactHopperLinear(DenseLinear):
+    """A weight in float32 for rows in 16 bits; results are in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        failed = failed_trials(weight.device)
+        self._tuning = default_gemv_tuning(weight, is_gated=False)
+        if "gemv" in failed:
+            self._tuning = None
+        self._has_normed_gemv = "normed_gemv" not in failed
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1 and self._tuning is not None:
+            return gemv(x, self.weight, self.bias, self._tuning)
+        return super().__call__(x.float())
+
+    def accepts_deferred_norm(self, num_rows: int) -> bool:
+        return num_rows == 1 and self._has_normed_gemv and self._tuning is not None
+
+    def forward_with_norm(
+        self, row: DeferredRMSNorm, normed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert self._tuning is not None
+        return normed_gemv(row, self.weight, self.bias, self._tuning, normed=normed)
 
 
 def is_faster_split(num_rows: int, weight: torch.Tensor, num_multiprocessors: int) -> bool:

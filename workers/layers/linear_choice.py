@@ -27,7 +27,7 @@ __all__ = [
     "PackedGemmLinear",
     "SharedLayoutLinear",
     "linear_kernel_class",
-    "make_exact_row_product",
+    "make_exact_kernel",
     "make_linear_kernel",
     "num_padded_rows",
     "replaced_kernels",
@@ -74,16 +74,18 @@ def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[Linear
     return PackedGemmLinear if capability == "AVX2" else DenseLinear
 
 
-def make_exact_row_product(
-    weight: torch.Tensor,
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the product of one row of any dtype with a weight in float32, if there is a kernel."""
-    if weight.device.type != "cuda" or not _is_hopper(weight.device):
+def make_exact_kernel(
+    out_size: int, in_size: int, *, has_bias: bool, device: torch.device
+) -> LinearKernel | None:
+    """Return the kernel of a weight in float32 for rows in 16 bits, if there is one."""
+    if device.type != "cuda" or not _is_hopper(device):
         return None
     # Triton is absent on machines without a GPU.
-    from workers.layers.hopper_linear import exact_row_product
+    from workers.layers.hopper_linear import ExactHopperLinear
 
-    return exact_row_product(weight)
+    return ExactHopperLinear.empty(
+        out_size, in_size, has_bias=has_bias, dtype=torch.float32, device=device
+    )
 
 
 def replaced_kernels(device: torch.device) -> tuple[str, ...]:

@@ -146,8 +146,10 @@ class LinearKernel(ABC):
         del num_rows
         return False
 
-    def forward_with_norm(self, row: DeferredRMSNorm) -> torch.Tensor:
-        """Return `[1, out_size]`; only if `accepts_deferred_norm`."""
+    def forward_with_norm(
+        self, row: DeferredRMSNorm, normed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `[1, out_size]`; only if `accepts_deferred_norm`. Write the norm to `normed`."""
         raise NotImplementedError
 
     def convolved_with_norm(self, row: DeferredRMSNorm, conv: RowConv) -> torch.Tensor:

@@ -286,7 +286,7 @@ class FusedMLP:
 
 
 class FusedExperts:
-    """Experts as an MLP: the router reads rows as they are."""
+    """Experts as an MLP: the router may compute the norm of a row."""
 
     def __init__(self, experts: ExpertLayer) -> None:
         self._experts = experts
@@ -297,19 +297,23 @@ class FusedExperts:
         return False
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
-        """Return False."""
-        del num_rows
-        return False
+        """Return whether `partial` accepts this number of rows as a `DeferredRMSNorm`."""
+        return self._experts.router.accepts_deferred_norm(num_rows)
 
     def partial(self, x: Rows) -> torch.Tensor:
         """Return this rank's part of the output, `[num_tokens, hidden_size]`."""
-        assert isinstance(x, torch.Tensor)
-        return self._experts.partial(x)
+        return self._experts.partial(*self._chosen(x))
 
     def forward_residual(self, stream: torch.Tensor, x: Rows) -> Delta:
         """Add the output to the stream, in place, if one kernel does both; else return it."""
+        return self._experts.forward_residual(stream, *self._chosen(x))
+
+    def _chosen(self, x: Rows) -> tuple[torch.Tensor, Choice]:
+        """Return the inputs of the experts, and the choice of the router."""
+        if isinstance(x, DeferredRMSNorm):
+            return self._experts.router.with_norm(x)
         assert isinstance(x, torch.Tensor)
-        return self._experts.forward_residual(stream, x)
+        return x, self._experts.choose(x)
 
 
 class FusedNoMLP:

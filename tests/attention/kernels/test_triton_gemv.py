@@ -248,6 +248,18 @@ def test_some_columns_are_convolved(width: int, has_bias: bool) -> None:
     torch.testing.assert_close(conv.states.cpu(), states)
 
 
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [600, 1024])
+def test_the_norm_is_written_beside_the_product(size: int, weight_dtype: torch.dtype) -> None:
+    row = unnormed(size, torch.bfloat16, torch.float32, 1e-6)
+    weight = (random(9, size, dtype=weight_dtype) / 25).to(DEVICE)
+    normed = torch.empty_like(row.stream)
+    product = normed_gemv(row, weight, None, TUNING, normed=normed)
+    assert_near_of_the_norm(normed, exact_norm(row), torch.bfloat16)
+    assert torch.equal(product, gemv(normed, weight, None, TUNING))
+    assert product.dtype == weight_dtype
+
+
 def test_a_weight_of_the_norm_may_be_float32() -> None:
     row = unnormed(640, torch.bfloat16, torch.float32, 1e-6)
     weight = (random(8, 640, dtype=torch.bfloat16) / 25).to(DEVICE)

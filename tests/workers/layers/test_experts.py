@@ -280,7 +280,8 @@ def test_a_shared_mlp_may_be_stored_as_experts(
         )
         filled(layer, tensors)
         stream = torch.ones(9, HIDDEN, device=device)
-        output = layer.forward_residual(stream, x.to(device))
+        rows = x.to(device)
+        output = layer.forward_residual(stream, rows, layer.choose(rows))
         sums += (stream - 1.0 if output is None else output).cpu()
         assert 2 * layer.weight_work().expert_bytes == whole.weight_work().expert_bytes
     torch.testing.assert_close(sums, whole(x), rtol=1e-5, atol=1e-5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,8 +18,6 @@ from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, weight_vecto
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 
 if TYPE_CHECKING:
-    import torch
-
     from attention.kernels.arguments import DeferredRMSNorm, RowConv
     from attention.kernels.triton.gemm.gemv import GemvTuning
 
@@ -61,6 +60,22 @@ def _normed_inputs(
 
 
 @triton.jit
+def _store_inputs(
+    normed: tl.tensor,
+    inputs: tl.tensor,
+    first: tl.tensor,
+    size: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Write what `_normed_inputs` returned, once of all programs."""
+    elements = first + tl.arange(0, tile // vector)[:, None] * vector
+    elements += tl.arange(0, vector)[None, :]
+    is_first = tl.program_id(0) == 0
+    tl.store(normed + elements, inputs.to(normed.dtype.element_ty), is_first & (elements < size))
+
+
+@triton.jit
 def _earlier_input(
     state: tl.tensor,
     channels: tl.tensor,
@@ -98,6 +113,7 @@ def _normed_gemv(
     conv_bias: tl.tensor,
     states: tl.tensor,
     rows: tl.tensor,
+    normed: tl.tensor,
     out_size: tl.tensor,
     eps: tl.tensor,
     row_stride: tl.tensor,
@@ -105,6 +121,7 @@ def _normed_gemv(
     num_channels: tl.constexpr,
     width: tl.constexpr,
     has_conv_bias: tl.constexpr,
+    stores_norm: tl.constexpr,
     size: tl.constexpr,
     has_bias: tl.constexpr,
     is_gated: tl.constexpr,
@@ -119,7 +136,8 @@ def _normed_gemv(
     Launched by `normed_gemv` and `normed_gemv_gated`; grid `(tiles of columns,)`. Pointers: stream
     and norm_weight `[size]`; weight `[out_size, size]`, or twice as many rows if it is gated; bias
     and out `[out_size]`. If `num_channels` is not 0, columns from `first_channel` on are convolved:
-    the other pointers are as in `RowConv`.
+    the other pointers are as in `RowConv`. With `stores_norm`, the norm is written to normed,
+    `[size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Columns past the end repeat earlier columns, and are not stored.
@@ -148,6 +166,8 @@ def _normed_gemv(
             next_other = weight_vectors(weight, read + out_size, index * tile, size, tile, vector)
         first = (index - 1) * tile
         inputs = _normed_inputs(stream, norm_weight, inverse, first, size, tile, vector)
+        if stores_norm:
+            _store_inputs(normed, inputs, first, size, tile, vector)
         sums += tl.sum(values.to(tl.float32) * inputs[None, :, :], axis=2)
         values = next_values
         if is_gated:
@@ -155,6 +175,8 @@ def _normed_gemv(
             other_values = next_other
     first = (num_tiles - 1) * tile
     inputs = _normed_inputs(stream, norm_weight, inverse, first, size, tile, vector)
+    if stores_norm:
+        _store_inputs(normed, inputs, first, size, tile, vector)
     sums += tl.sum(values.to(tl.float32) * inputs[None, :, :], axis=2)
     product = tl.sum(sums, axis=1)
     if has_bias:
@@ -189,13 +211,14 @@ def normed_gemv(
     bias: torch.Tensor | None,
     tuning: GemvTuning,
     conv: RowConv | None = None,
+    normed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `norm(row) @ weight.T + bias`, `[1, out_size]`; the norm is that of `add_norm`.
 
-    `weight` is `[out_size, size]`, contiguous and of the row's dtype. With `conv`, some columns are
-    convolved.
+    `weight` is `[out_size, size]`, contiguous and of the row's dtype, or float32 as the result.
+    With `conv`, some columns are convolved. The norm is written to `normed`, if given.
     """
-    return _launched(row, weight, bias, len(weight), tuning, gate=None, conv=conv)
+    return _launched(row, weight, bias, len(weight), tuning, gate=None, conv=conv, normed=normed)
 
 
 def normed_gemv_gated(
@@ -217,17 +240,19 @@ def _launched(
     *,
     gate: str | None,
     conv: RowConv | None = None,
+    normed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     stream = row.stream
     num_rows, size = stream.shape
     assert num_rows == 1
     assert stream.stride(1) == 1
     assert row.weight.shape == (size,)
-    assert weight.dtype == stream.dtype
+    assert weight.dtype in (stream.dtype, torch.float32)
+    assert normed is None or (normed.shape == stream.shape and normed.stride(1) == 1)
     assert weight.is_contiguous()
     assert weight.shape[1] == size
-    out = stream.new_empty((1, out_size))
-    numbers = out_size, row.eps
+    out = torch.empty((1, out_size), dtype=weight.dtype, device=stream.device)
+    numbers = stream if normed is None else normed, out_size, row.eps
     convolution: tuple[object, ...] = (weight,) * 4 + numbers + (0, 0, 0, 1, False)
     if conv is not None:
         num_channels, width = conv.weight.shape
@@ -247,6 +272,7 @@ def _launched(
         weight if bias is None else bias,
         out,
         *convolution,
+        stores_norm=normed is not None,
         size=size,
         has_bias=bias is not None,
         is_gated=gate is not None,
