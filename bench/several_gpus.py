@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,8 @@ def main() -> int:
         for stage in stages:
             print(f"{stage.name}, {stage.limit_s:.0f} s:\n    python {shlex.join(stage.arguments)}")
         return 0
+    # Stages have sessions of their own, so no signal to this program reaches them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results: dict[str, Any] = {}
     if options.output is not None and options.output.exists():
         results = json.loads(options.output.read_text())["stages"]
@@ -214,16 +217,24 @@ def _run(stage: Stage, limit_s: float, output: Path | None) -> dict[str, Any]:  
 
 def _exit_status(process: subprocess.Popen[bytes], limit_s: float) -> int:
     """Wait for a process; after the limit, interrupt it, so that it ends its ranks."""
-    try:
+    with suppress(subprocess.TimeoutExpired), _interrupting(process):
         return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGINT)
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     return 124
+
+
+@contextmanager
+def _interrupting(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Interrupt a process, and kill it if that does not end it, when the block raises an error."""
+    try:
+        yield
+    except BaseException:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        raise
 
 
 def _print_table(num_ranks: int, results: dict[str, dict[str, Any]]) -> None:  # Any: JSON values
