@@ -324,6 +324,15 @@ def test_ranks_that_would_cut_a_block_are_rejected(tmp_path: Path) -> None:
         check_parallel(config, 2)
 
 
+def test_ranks_that_would_cut_a_block_of_a_shared_mlp_are_rejected(tmp_path: Path) -> None:
+    save_checkpoint("qwen3_next-fused-projections", tmp_path / "plain")
+    kept = ["gate", "in_proj_ba", "q_proj", "k_proj", "v_proj", "o_proj", "shared_expert_gate"]
+    save_fp8_blocks(tmp_path / "plain", tmp_path / "fp8", tmp_path / "exact", 20, kept=kept)
+    message = r"0.mlp.shared_expert.down_proj has 26 inputs in groups of 20, which 2 ranks"
+    with pytest.raises(StartupError, match=message):
+        check_parallel(read_model_config(tmp_path / "fp8"), 2)
+
+
 def test_other_formats_need_a_checkpoint(tmp_path: Path) -> None:
     save_checkpoint("llama-5-heads", tmp_path)
     with pytest.raises(StartupError, match=r"awq requires a checkpoint in this format, but .* fp8"):
