@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from attention.kernels.arguments import DeferredRMSNorm, RowConv, SplitKPartials
+from attention.kernels.triton import delta_rule
 from cluster.llm.generation import Completion
 from pagedray import LLM, SamplingParams
 from pagedray.model_config import Activation
@@ -16,6 +17,7 @@ from tests.small_models.checkpoints import save_word_tokenizer
 from tests.workers.reference import NUM_TOKENS, loaded_model, reference_logits, run, save_checkpoint
 from workers.layers import linear_choice
 from workers.layers.hopper_linear import HopperLinear
+from workers.models import decoder_layer
 from workers.parallel.group import SoloGroup
 
 pytest.importorskip("triton")
@@ -33,6 +35,48 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+QWEN = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 1024,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "full_attention_interval": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 1024,
+    "intermediate_size": 384,
+    "hybrid_override_pattern": "MEM*EMEME",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 16,
+    "n_groups": 4,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "moe_shared_expert_intermediate_size": 768,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 2048,
     "torch_dtype": "bfloat16",
 }
 
@@ -124,16 +168,22 @@ def test_a_step_of_one_row_gives_what_transformers_does(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
+@pytest.mark.parametrize("config", [LLAMA, QWEN, NEMOTRON], ids=["llama", "qwen", "nemotron"])
 def test_graphs_of_one_row_give_what_single_kernels_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any],  # Any: JSON values
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     save_word_tokenizer(tmp_path, VOCAB_SIZE)
     prompts = [list(range(first, first + 100)) for first in range(2, 802, 100)]
     sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
     outputs: list[list[Completion]] = []
     for kind in (HopperLinear, PlainLinear):
         use(kind, monkeypatch)
+        if kind is PlainLinear:
+            monkeypatch.setattr(decoder_layer, "num_stacked", lambda *_: 0)
+            monkeypatch.setattr(delta_rule, "_NORMED_ROWS", 0)
         with LLM(
             tmp_path,
             executor="local",
