@@ -298,8 +298,5 @@ def graph_sizes(
     if device.type != "cuda" or config.enforce_eager:
         return NO_GRAPHS
     decodes = graph_batch_sizes(config.max_num_seqs) if backend.supports_graph_capture else []
-    if config.model.has_states:
-        # Kernels that advance states by several tokens depend on the lengths of sequences.
-        return GraphSizes(decodes, [])
     max_tokens = min(config.max_graph_tokens, config.max_num_batched_tokens)
     return GraphSizes(decodes, piece_sizes(max_tokens))

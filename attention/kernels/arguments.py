@@ -252,6 +252,14 @@ class Segments:
     reads and writes no state and has results of 0."""
     max_query_len: int
     """An upper bound of the tokens of a segment; 1 is a decode."""
+    num_prompts: int | None = None
+    """An upper bound of the segments of several tokens, which are the first; None if all may be."""
+
+    @property
+    def max_prompts(self) -> int:
+        """The number of the first segments that may have several tokens."""
+        num_segments = len(self.rows)
+        return num_segments if self.num_prompts is None else min(self.num_prompts, num_segments)
 
     def spans(self) -> list[tuple[int, int, int]]:
         """Return the row, the first token and the end of each segment that has a row and tokens."""

@@ -5,6 +5,7 @@ not tokens.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ CASE = Case(
     more={
         "max_position_embeddings": 1024,
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
         "head_dim": 64,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -41,10 +41,12 @@ Scored = list[tuple[list[int], list[float]]]
 """Generated tokens of each prompt, and their log-probabilities."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen3_5")
-    save_checkpoint(CASE, folder)
+@pytest.fixture(scope="module", params=["full_attention", "linear_attention"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint that ends with a layer of this type."""
+    first, last = sorted(("full_attention", "linear_attention"), key=request.param.__eq__)
+    folder = tmp_path_factory.mktemp(last)
+    save_checkpoint(replace(CASE, more=CASE.more | {"layer_types": [first, last] * 2}), folder)
     return folder
 
 
@@ -93,7 +95,11 @@ def test_prompts_have_the_logprobs_of_transformers(folder: Path, prompts: list[l
     check(folder, prompts, greedy_continuations(folder, prompts, NUM_TOKENS))
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_graph_tokens": 0}, {"enforce_eager": True}],
+    ids=["graphs", "eager_prompts", "eager"],
+)
 def test_decodes_continue_what_prompts_begin(
     options: dict[str, Any], folder: Path, prompts: list[list[int]]
 ) -> None:

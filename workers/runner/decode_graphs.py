@@ -10,7 +10,7 @@ from attention.kernels.arguments import Segments
 from pagedray.rank_progress import Phase
 from workers.layers.recurrent import StepStates
 from workers.models.self_attention import CachedAttention
-from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
+from workers.runner.step_graphs import NO_ROW, CaptureSetup, StepGraphs, dropped_capture
 
 if TYPE_CHECKING:
     from attention.abstract import (
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
 _MAX_BATCH_SIZE = 512
-_NO_ROW = -1
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -56,7 +55,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
         super().__init__(setup, sizes)
         self._state = backend.get_state_cls()(spec)
         device = setup.model.device
-        self._rows = torch.full((sizes[-1],), _NO_ROW, dtype=torch.int32, device=device)
+        self._rows = torch.full((sizes[-1],), NO_ROW, dtype=torch.int32, device=device)
         """The row of each token, whose state the graphs advance."""
         self._starts = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
 
@@ -66,7 +65,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
         if inputs.segments is not None:
             self._rows[:num_tokens].copy_(inputs.segments.rows)
-            self._rows[num_tokens:].fill_(_NO_ROW)
+            self._rows[num_tokens:].fill_(NO_ROW)
         self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()
         hidden = graph.hidden[:num_tokens]

@@ -204,7 +204,7 @@ class InputBatch:
             sampled_places=(device_rows, device_places),
             draft_ids=_sampled_draft_ids(plan.decodes, len(sampled_rows)),
             prompt_chunks=tuple(chunks),
-            segments=_segments(segments, int(num_tokens.max())),
+            segments=_segments(segments, num_tokens),
         )
 
     def _decode_inputs(self, decodes: Decodes) -> StepInputs:
@@ -228,7 +228,7 @@ class InputBatch:
             sampled_positions=ends,
             sampled_places=(device_rows, device_ends),
             draft_ids=_sampled_draft_ids(decodes, len(rows)),
-            segments=_segments(segments, 1),
+            segments=_segments(segments, np.ones(1, np.int64)),
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
@@ -371,12 +371,17 @@ def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
     return first, last
 
 
-def _segments(parts: Sequence[torch.Tensor], max_query_len: int) -> Segments | None:
-    """Return the segments of these rows and starts, or None without parts."""
+def _segments(parts: Sequence[torch.Tensor], num_tokens: _Ints) -> Segments | None:
+    """Return the segments of these rows, starts and numbers of tokens, or None without parts."""
     if not parts:
         return None
     rows, starts = parts
-    return Segments(query_starts=starts.int(), rows=rows.int(), max_query_len=max_query_len)
+    return Segments(
+        query_starts=starts.int(),
+        rows=rows.int(),
+        max_query_len=int(num_tokens.max()),
+        num_prompts=int((num_tokens > 1).sum()),
+    )
 
 
 def _draft_ids(decodes: Decodes) -> _Ints:

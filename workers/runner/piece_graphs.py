@@ -3,6 +3,7 @@
 How attention is computed depends on the lengths in a step, and all else on the number of tokens
 alone. So attention runs between the graphs, on the tokens of the step without padding. Keys and
 values are written to the cache by the graphs, to slots that each step sets, padding to none.
+Recurrent layers are in the graphs, as their kernels read from the device where sequences begin.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attention.abstract import AttentionInputs, AttentionMetadata, AttentionMetadataBuilder
+from attention.kernels.arguments import Segments
 from pagedray.rank_progress import Phase
+from workers.layers.recurrent import StepStates
 from workers.models.self_attention import HeadInputs, StepAttention
-from workers.runner.step_graphs import CaptureSetup, StepGraphs, dropped_capture
+from workers.runner.step_graphs import NO_ROW, CaptureSetup, StepGraphs, dropped_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["PieceGraphs", "piece_sizes"]
 
 _FEW_TOKENS = (16, 32)
+_MAX_PROMPTS = 16
+"""Sequences with several tokens in a step that advances states: kernels have programs for them."""
 
 
 class Piece(NamedTuple):
@@ -44,8 +49,10 @@ class Recording(NamedTuple):
     """The graphs of one forward pass."""
 
     pieces: tuple[Piece, ...]
+    end: torch.cuda.CUDAGraph | None
+    """The layers behind the last attention that need all tokens, if there are any."""
     last: torch.cuda.CUDAGraph
-    """What follows the last attention."""
+    """The rest of the last layer, and what follows it."""
     attended: LayerTail
     """The tokens that the last graph reads, and overwrites."""
     hidden: torch.Tensor
@@ -62,11 +69,19 @@ class PieceRecorder(StepAttention):
         self,
         pool: Any,  # Any: torch does not export the type
         write: Callable[[Attention, torch.Tensor, torch.Tensor], None],
+        states: StepStates | None,
+        *,
+        ends_recurrent: bool,
     ) -> None:
-        """`write` writes a layer's keys and values to the cache."""
+        """`write` writes a layer's keys and values to the cache.
+
+        `ends_recurrent` is whether the last layer has a state.
+        """
         super().__init__()
+        self.states = states
         self._pool = pool
         self._write = write
+        self._ends_recurrent = ends_recurrent
         self._graph = torch.cuda.CUDAGraph()
         self._pieces: list[Piece] = []
 
@@ -76,14 +91,17 @@ class PieceRecorder(StepAttention):
         finish: Callable[[LayerTail], torch.Tensor],
     ) -> Recording:
         """Record the launches of `run_layers`, called with this recorder, and then of `finish`."""
+        end = None
         self._begin()
         try:
             attended = run_layers(self)
+            if self._ends_recurrent:
+                end = self._begin_next()
             hidden = finish(attended)
         finally:
             self._graph.capture_end()
         unowned = attended.map(_unowned)
-        return Recording(tuple(self._pieces), self._graph, unowned, _unowned(hidden))
+        return Recording(tuple(self._pieces), end, self._graph, unowned, _unowned(hidden))
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
         given = self.split(layer, inputs)
@@ -92,9 +110,7 @@ class PieceRecorder(StepAttention):
         assert value is not None
         if not given.is_cached:
             self._write(layer, key, value)
-        self._graph.capture_end()
-        ended, self._graph = self._graph, torch.cuda.CUDAGraph()
-        self._begin()
+        ended = self._begin_next()
         # The pool has this memory, since it is allocated while the next graph is captured. All
         # that the attention reads is still in use and lies elsewhere.
         attended = given.query.new_empty(given.query.shape)
@@ -102,6 +118,13 @@ class PieceRecorder(StepAttention):
         cached = AttentionInputs(query, key, value, sinks=layer.sinks, is_cached=True)
         self._pieces.append(Piece(ended, layer.layer_index, cached, _unowned(attended)))
         return attended.flatten(1)
+
+    def _begin_next(self) -> torch.cuda.CUDAGraph:
+        """End the current graph, which is returned, and begin another one."""
+        self._graph.capture_end()
+        ended, self._graph = self._graph, torch.cuda.CUDAGraph()
+        self._begin()
+        return ended
 
     def _begin(self) -> None:
         # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
@@ -158,6 +181,11 @@ class PieceGraphs(StepGraphs[Recording]):
         self._builder = builder
         self._groups = builder.spec.cache_groups
         self._slots = [torch.full_like(self._token_ids, -1) for _ in builder.spec.group_windows]
+        config = setup.model.config
+        self._ends_recurrent = config.is_recurrent(config.num_layers - 1)
+        num_rows = min(sizes[-1], len(setup.states[0][0])) if setup.states else 0
+        self._starts = self._token_ids.new_zeros(num_rows + 1, dtype=torch.int32)
+        self._rows = self._token_ids.new_full((num_rows,), NO_ROW, dtype=torch.int32)
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
@@ -165,10 +193,14 @@ class PieceGraphs(StepGraphs[Recording]):
         for slots, written in zip(self._slots, metadata.device_slot_mappings, strict=True):
             slots[:num_tokens].copy_(written)
             slots[num_tokens:size].fill_(-1)
+        if inputs.segments is not None:
+            self._set_segments(inputs.segments, num_tokens)
         for layer, piece in enumerate(recording.pieces):
             self._progress.enter(Phase.LAYER, layer)
             piece.graph.replay()
             metadata.attend(piece.layer_index, piece.inputs, self._kv_cache, piece.attended)
+        if recording.end is not None:
+            recording.end.replay()
         if indices is None:
             recording.last.replay()
             return recording.hidden[:num_tokens]
@@ -193,8 +225,9 @@ class PieceGraphs(StepGraphs[Recording]):
         return (num_tokens,) if indices is None or not len(indices) else (num_tokens, len(indices))
 
     def _fits(self, inputs: StepInputs) -> bool:
-        """Return whether a step has no more tokens than the largest captured size."""
-        return len(inputs.token_ids) <= self._sizes[-1]
+        """Return whether a step has no more tokens and prompts than the graphs."""
+        has_few_prompts = inputs.segments is None or inputs.segments.max_prompts <= _MAX_PROMPTS
+        return len(inputs.token_ids) <= self._sizes[-1] and has_few_prompts
 
     def _capture(self, size: int) -> Recording:
         token_ids, positions = self._token_ids[:size], self._positions[:size]
@@ -203,18 +236,42 @@ class PieceGraphs(StepGraphs[Recording]):
             return self._model.run_layers(token_ids, positions, attention)
 
         write, finish = self._writer(size), self._model.fused.finish
-        self._run_first(lambda: finish(run_layers(_WriteAlone(write))))
+        states = self._states_of(size)
+        self._run_first(lambda: finish(run_layers(_WriteAlone(write, states))))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            recording = PieceRecorder(self._pool, write).record(run_layers, finish)
+            recorder = PieceRecorder(self._pool, write, states, ends_recurrent=self._ends_recurrent)
+            recording = recorder.record(run_layers, finish)
         torch.cuda.current_stream().wait_stream(self._stream)
         return recording
 
     def _trace(self, size: int) -> None:
-        attention = _WriteAlone(self._writer(size))
+        attention = _WriteAlone(self._writer(size), self._states_of(size))
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         with dropped_capture(self._stream):
             self._model.fused.finish(self._model.run_layers(token_ids, positions, attention))
+
+    def _states_of(self, size: int) -> StepStates | None:
+        """Return the states of a step of this many tokens, with no rows yet."""
+        if not self._states:
+            return None
+        num_rows = min(size, len(self._rows))
+        self._rows.fill_(NO_ROW)
+        segments = Segments(
+            query_starts=self._starts[: num_rows + 1],
+            rows=self._rows[:num_rows],
+            max_query_len=size,
+            num_prompts=_MAX_PROMPTS,
+        )
+        return StepStates(segments, self._states)
+
+    def _set_segments(self, segments: Segments, num_tokens: int) -> None:
+        """Set the segments that the graphs read; others are empty, without a row."""
+        num_rows = len(segments.rows)
+        self._rows[:num_rows].copy_(segments.rows)
+        self._rows[num_rows:].fill_(NO_ROW)
+        self._starts[: num_rows + 1].copy_(segments.query_starts)
+        self._starts[num_rows + 1 :].fill_(num_tokens)
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
         """Return a function that writes a layer's keys and values to this many slots."""
@@ -234,8 +291,13 @@ class PieceGraphs(StepGraphs[Recording]):
 class _WriteAlone(StepAttention):
     """Writes keys and values, and returns zeros instead of attention."""
 
-    def __init__(self, write: Callable[[Attention, torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        write: Callable[[Attention, torch.Tensor, torch.Tensor], None],
+        states: StepStates | None,
+    ) -> None:
         super().__init__()
+        self.states = states
         self._write = write
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata
     from workers.runner.input_batch import StepInputs
 
-__all__ = ["CaptureSetup", "Captures", "StepGraphs", "dropped_capture"]
+__all__ = ["NO_ROW", "CaptureSetup", "Captures", "StepGraphs", "dropped_capture"]
 
 logger = logging.getLogger(__name__)
+
+NO_ROW = -1
+"""The row of padding, which has no state."""
 
 Capture = TypeVar("Capture")
 

@@ -229,7 +229,7 @@ def causal_conv(
     is_dependent = can_depend(x.device)
     options = launch_options(x.device)
     _CAUSAL_CONV.launch(
-        (num_segments if is_decode else max_chunks(num_tokens, segments), num_tiles, 1),
+        (num_segments if is_decode else max_chunks(num_tokens, num_segments), num_tiles, 1),
         (
             x,
             weight,

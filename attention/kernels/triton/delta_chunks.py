@@ -415,7 +415,7 @@ def delta_chunks(
     a, b, a_log, dt_bias = gate_tensors(gates)
     operand_type, is_exact = dot_type(value), value.dtype == torch.float32
     _SOLVE_CHUNK.launch(
-        (max_chunks(num_tokens, segments), num_heads, 1),
+        (max_chunks(num_tokens, segments.max_prompts), num_heads, 1),
         (
             *(key, value, a, b, a_log, dt_bias, segments.query_starts, segments.rows),
             *(out, from_state, decays, key_scales),
@@ -431,7 +431,7 @@ def delta_chunks(
             max(16, next_power_of_two(key_size)),
             max(16, next_power_of_two(value_size)),
         ),
-        (len(segments.rows), num_tokens),
+        (segments.max_prompts, num_tokens),
         **(_EXACT_OPTIONS if is_exact else _SOLVE_OPTIONS),
         **launch_options(device),
     )
@@ -476,8 +476,8 @@ def pass_chunks(
     """
     num_tokens, num_heads, value_size = changes.shape
     num_key_heads, key_size = key.shape[1:]
-    device, num_segments = changes.device, len(segments.rows)
-    num_chunks = max_chunks(num_tokens, segments)
+    device, num_segments = changes.device, segments.max_prompts
+    num_chunks = max_chunks(num_tokens, num_segments)
     chunk_states = torch.empty(
         (num_chunks, num_heads, value_size, key_size), dtype=out.dtype, device=device
     )

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from attention.kernels.arguments import CHUNK_SIZE
-
-if TYPE_CHECKING:
-    from attention.kernels.arguments import Segments
 
 __all__ = ["chunk_of_program", "count_chunks_before", "max_chunks"]
 
@@ -19,9 +14,9 @@ _TILE = tl.constexpr(128)
 _CHUNK = tl.constexpr(CHUNK_SIZE)
 
 
-def max_chunks(num_tokens: int, segments: Segments) -> int:
-    """Return an upper bound of the chunks of a step, and of the tokens behind its segments."""
-    return num_tokens // CHUNK_SIZE + len(segments.rows) + 2
+def max_chunks(num_tokens: int, num_segments: int) -> int:
+    """Return an upper bound of the chunks of some segments, and of the tokens behind them."""
+    return num_tokens // CHUNK_SIZE + num_segments + 2
 
 
 @triton.jit

@@ -85,10 +85,10 @@ def selective_scan(
         decays, step_sizes = empty_decays(x)
         starts, rows = segments.query_starts, segments.rows
         _SCAN_DECAYS.launch(
-            (max_chunks(num_tokens, segments), num_heads, 1),
+            (max_chunks(num_tokens, segments.max_prompts), num_heads, 1),
             (gates.dt, gates.a_log, gates.dt_bias, starts, rows, decays, step_sizes),
             (gates.dt.stride(0), can_depend(x.device)),
-            (len(rows), num_tokens),
+            (segments.max_prompts, num_tokens),
             num_warps=1,
             **launch_options(x.device),
         )

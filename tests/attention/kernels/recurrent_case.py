@@ -24,10 +24,12 @@ GARBAGE = 1e4
 def segments_of(query_lens: list[int], rows: list[int]) -> Segments:
     """Return the segments of these lengths, which follow each other."""
     starts = torch.tensor([0, *query_lens]).cumsum(0)
+    num_prompts = max((place for place, size in enumerate(query_lens, 1) if size > 1), default=0)
     return Segments(
         query_starts=starts.to(torch.int32).to(DEVICE),
         rows=torch.tensor(rows, dtype=torch.int32, device=DEVICE),
         max_query_len=max(query_lens),
+        num_prompts=num_prompts,
     )
 
 
