@@ -50,7 +50,7 @@ class Recording(NamedTuple):
 
     pieces: tuple[Piece, ...]
     end: torch.cuda.CUDAGraph | None
-    """The layers behind the last attention that need all tokens, if there are any."""
+    """What all tokens need behind the last attention: a gate, or layers with a state."""
     last: torch.cuda.CUDAGraph
     """The rest of the last layer, and what follows it."""
     attended: LayerTail
@@ -71,17 +71,17 @@ class PieceRecorder(StepAttention):
         write: Callable[[Attention, torch.Tensor, torch.Tensor], None],
         states: StepStates | None,
         *,
-        ends_recurrent: bool,
+        has_end: bool,
     ) -> None:
         """`write` writes a layer's keys and values to the cache.
 
-        `ends_recurrent` is whether the last layer has a state.
+        `has_end` is whether all tokens need more of the last layer than its attention.
         """
         super().__init__()
         self.states = states
         self._pool = pool
         self._write = write
-        self._ends_recurrent = ends_recurrent
+        self._has_end = has_end
         self._graph = torch.cuda.CUDAGraph()
         self._pieces: list[Piece] = []
 
@@ -95,7 +95,7 @@ class PieceRecorder(StepAttention):
         self._begin()
         try:
             attended = run_layers(self)
-            if self._ends_recurrent:
+            if self._has_end:
                 end = self._begin_next()
             hidden = finish(attended)
         finally:
@@ -182,7 +182,7 @@ class PieceGraphs(StepGraphs[Recording]):
         self._groups = builder.spec.cache_groups
         self._slots = [torch.full_like(self._token_ids, -1) for _ in builder.spec.group_windows]
         config = setup.model.config
-        self._ends_recurrent = config.is_recurrent(config.num_layers - 1)
+        self._has_end = config.is_recurrent(config.num_layers - 1) or config.has_attention_gate
         num_rows = min(sizes[-1], len(setup.states[0][0])) if setup.states else 0
         self._starts = self._token_ids.new_zeros(num_rows + 1, dtype=torch.int32)
         self._rows = self._token_ids.new_full((num_rows,), NO_ROW, dtype=torch.int32)
@@ -240,7 +240,7 @@ class PieceGraphs(StepGraphs[Recording]):
         self._run_first(lambda: finish(run_layers(_WriteAlone(write, states))))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            recorder = PieceRecorder(self._pool, write, states, ends_recurrent=self._ends_recurrent)
+            recorder = PieceRecorder(self._pool, write, states, has_end=self._has_end)
             recording = recorder.record(run_layers, finish)
         torch.cuda.current_stream().wait_stream(self._stream)
         return recording
