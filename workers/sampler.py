@@ -90,8 +90,8 @@ class Sampler:
     ) -> None:
         """Choose by `choice`, or by the fastest way on the device.
 
-        Rows that need more than their most likely token are sampled in parts of `max_score_bytes`
-        of float32 scores, since each kind of edit and report allocates as much again.
+        Rows with edits, filters or reports are sampled in parts of `max_score_bytes` of float32
+        scores, since each kind allocates as much again.
         """
         self._vocab_size = vocab_size
         self._max_part = max(1, max_score_bytes // (4 * vocab_size))
@@ -204,7 +204,8 @@ class Sampler:
         chains = None if draft_ids is None else Chains(draft_ids)
         contexts = None if chains is None else chains.contexts()
         token_ids, reports = [], []
-        num_parts = -(-len(row_ids) // self._max_part)
+        allocates = (needs & ~Need.RANDOM).any()
+        num_parts = -(-len(row_ids) // self._max_part) if allocates else 1
         for indices in np.array_split(np.arange(len(row_ids)), num_parts):
             part = slice(indices[0], indices[-1] + 1)
             first, end = np.searchsorted(masked, (part.start, part.stop)) * mask_bytes
