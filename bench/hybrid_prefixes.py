@@ -1,16 +1,18 @@
-"""Prefix hits of a hybrid model: shared prompts, and conversations of ten turns.
+"""Prefix hits of a hybrid model: shared prompts, conversations of ten turns, unlike prompts.
 
     python -m bench.hybrid_prefixes --shape qwen3.5-4b --output bench/results/hybrid_prefixes.json
 
 Requests run one after another, each with a new question behind text that all share: as token ids
 (raw), and as chats whose system message is shared. `hits` counts the requests that did not compute
-the whole prompt. Times to the first token are beside those of the same engine without a prefix
-cache, on the same prompts.
+the whole prompt. At last, prompts of 1 000 tokens that share nothing are sent at once, and generate
+as many. Times to the first token are beside those of the same engine without a prefix cache, on the
+same prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import statistics
 import tempfile
@@ -21,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
-from pagedray import LLM, SamplingParams
+from pagedray import AsyncLLM, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
+
+    from pagedray import Generation
 
 _TEMPLATE = (
     "{% set last = namespace(question=0) %}"
@@ -36,6 +40,8 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
 )
 """Leaves out the reasoning of earlier turns, as Qwen's templates do."""
+_UNLIKE = "unlike"
+_UNLIKE_TOKENS = 1000
 _WORDS = ("river", "stone", "light", "garden", "winter", "paper", "engine", "music", "cloud")
 
 
@@ -77,16 +83,7 @@ def main() -> None:
             save_model(Path(folder), SHAPES[options.shape])
             template = Path(folder) / "chat_template.jinja"
             template.write_text(_TEMPLATE)
-            with LLM(
-                folder,
-                executor="local",
-                load_format="dummy",
-                max_model_len=8192,
-                enable_prefix_cache=has_cache,
-                show_progress=False,
-            ) as llm:
-                run(llm, [[7] * 300], 2)
-                measured[has_cache] = {load: run(llm, given, 1) for load, given in loads.items()}
+            measured[has_cache] = asyncio.run(_measured(folder, loads, has_cache=has_cache))
     rows = [_row(load, measured[True][load], measured[False][load]) for load in loads]
     for row in rows:
         print(row, flush=True)
@@ -120,6 +117,7 @@ def _loads(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:  # A
                 {"role": "assistant", "content": text(200), "reasoning_content": text(100)}
             )
     yield "ten turns", turns
+    yield _UNLIKE, [tokens(_UNLIKE_TOKENS) for _ in numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +127,48 @@ class Answer:
     prompt: list[int]
     num_cached_tokens: int
     seconds: float
+    """Until the first token."""
 
 
-def run(llm: LLM, prompts: list[Any], max_tokens: int) -> list[Answer]:  # Any: prompts
-    """Send the prompts one after another, and return the answers."""
+# Any: prompts
+async def _measured(
+    folder: str, loads: dict[str, list[Any]], *, has_cache: bool
+) -> dict[str, list[Answer]]:
+    """Return what each prompt of each load took; those that are unlike run at once."""
+    measured = {}
+    async with AsyncLLM(
+        folder,
+        executor="local",
+        load_format="dummy",
+        max_model_len=8192,
+        enable_prefix_cache=has_cache,
+        show_progress=False,
+    ) as llm:
+        await _answer(llm, [7] * 300, 2)
+        for load, prompts in loads.items():
+            if load == _UNLIKE:
+                answers = (_answer(llm, prompt, _UNLIKE_TOKENS) for prompt in prompts)
+                measured[load] = await asyncio.gather(*answers)
+            else:
+                measured[load] = [await _answer(llm, prompt, 1) for prompt in prompts]
+    return measured
+
+
+async def _answer(llm: AsyncLLM, prompt: list[Any], max_tokens: int) -> Answer:  # Any: as above
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    answers = []
-    for prompt in prompts:
-        is_chat = isinstance(prompt[0], dict)
-        start_s = time.perf_counter()
-        [result] = (
-            llm.chat(prompt, sampling, use_tqdm=False)
-            if is_chat
-            else llm.generate([prompt], sampling, use_tqdm=False)
-        )
-        seconds = time.perf_counter() - start_s
-        answers.append(Answer(list(result.prompt_token_ids), result.num_cached_tokens, seconds))
-    return answers
+    start_s, seconds = time.perf_counter(), None
+    results: AsyncIterator[Generation]
+    if isinstance(prompt[0], dict):
+        results = llm.chat(prompt, sampling)
+    else:
+        results = llm.generate(prompt, sampling)
+    result = None
+    async for result in results:
+        if seconds is None:
+            seconds = time.perf_counter() - start_s
+    assert result is not None
+    assert seconds is not None
+    return Answer(list(result.prompt_token_ids), result.num_cached_tokens, seconds)
 
 
 def _row(load: str, cached: list[Answer], uncached: list[Answer]) -> Row:
