@@ -162,13 +162,11 @@ async def _answer(llm: AsyncLLM, prompt: list[Any], max_tokens: int) -> Answer: 
         results = llm.chat(prompt, sampling)
     else:
         results = llm.generate(prompt, sampling)
-    result = None
     async for result in results:
-        if seconds is None:
-            seconds = time.perf_counter() - start_s
-    assert result is not None
+        seconds = seconds or time.perf_counter() - start_s
+        last = result
     assert seconds is not None
-    return Answer(list(result.prompt_token_ids), result.num_cached_tokens, seconds)
+    return Answer(list(last.prompt_token_ids), last.num_cached_tokens, seconds)
 
 
 def _row(load: str, cached: list[Answer], uncached: list[Answer]) -> Row:
