@@ -15,6 +15,7 @@ from attention.selector import select_backend
 from pagedray.config import LARGE_LIMITS, CacheSize, EngineConfig, KernelReport, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
+from workers.runner.step_graphs import has_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +148,9 @@ def release_gpu_memory() -> None:
     # Captured graphs hold memory and the collectives of the group, so free graphs in cycles, too.
     gc.collect()
     # cuBLAS keeps 32 MiB for each stream that it was used on, and graphs are captured on others.
-    torch._C._cuda_clearCublasWorkspaces()
+    # The graphs of another engine of this process still use this memory.
+    if not has_graphs():
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 
 

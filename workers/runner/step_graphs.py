@@ -11,6 +11,7 @@ from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata
     from workers.runner.input_batch import StepInputs
 
-__all__ = ["NO_ROW", "CaptureSetup", "Captures", "StepGraphs", "dropped_capture"]
+__all__ = [
+    "NO_ROW",
+    "CaptureSetup",
+    "Captures",
+    "StepGraphs",
+    "dropped_capture",
+    "has_graphs",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +43,14 @@ Capture = TypeVar("Capture")
 
 CaptureT = TypeVar("CaptureT")
 
+# Any: each kind has captures of its own.
+_LIVING: WeakSet[StepGraphs[Any]] = WeakSet()
+
+
+def has_graphs() -> bool:
+    """Return whether this process has graphs of any engine."""
+    return bool(_LIVING)
+
 
 class StepGraphs(ABC, Generic[Capture]):
     """Captures by number of tokens; a step is padded to the next larger number.
@@ -44,6 +60,7 @@ class StepGraphs(ABC, Generic[Capture]):
 
     def __init__(self, setup: CaptureSetup, sizes: list[int]) -> None:
         """`sizes` are the numbers of tokens to capture, ascending."""
+        _LIVING.add(self)
         self._progress = setup.progress
         self._model = setup.model
         self._kv_cache = setup.kv_cache

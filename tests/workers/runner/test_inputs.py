@@ -77,9 +77,9 @@ def test_decodes_give_the_inputs_of_chunks_of_one_token() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_chains_are_decodes_of_their_drafts(device: str) -> None:
     table = TokenTable(
-        max_num_rows=4, max_model_len=16, max_num_tokens=16, device=torch.device(device)
+        max_num_rows=9, max_model_len=16, max_num_tokens=16, device=torch.device(device)
     )
-    batch = InputBatch(table, max_num_rows=4, max_model_len=16, block_size=2, replays_decodes=True)
+    batch = InputBatch(table, max_num_rows=9, max_model_len=16, block_size=2, replays_decodes=True)
     starts = [
         SequenceStart(row, pack_token_ids([9, row, 8]), 3, [2 * row, 2 * row + 1], GREEDY, 0, 0)
         for row in range(4)
