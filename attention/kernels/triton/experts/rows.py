@@ -17,6 +17,7 @@ import triton.language as tl
 
 from attention.kernels.triton.experts.tiles import gated
 from attention.kernels.triton.experts.tuning import MXFP4_HALF
+from attention.kernels.triton.gemm.narrow_products import row_inputs
 from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, add_row_product, weight_vectors
 from attention.kernels.triton.kernel_launcher import (
     can_depend,
@@ -34,6 +35,8 @@ __all__ = ["row_expert_sums"]
 _TILE_COLUMNS = 4
 _TILE_BYTES = 2048
 _NUM_WARPS = 4
+_MAX_PREFETCHED_BYTES = 24 << 20
+"""Half of the L2 cache of a Hopper GPU."""
 _LINE = tl.constexpr(64)
 """Numbers of 16 bits in a line of the L2 cache."""
 
@@ -178,6 +181,54 @@ def _gate_up_rows(
     )
 
 
+@triton.jit
+def _joined_products(
+    inner: tl.tensor,
+    down: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    first_expert: tl.tensor,
+    read: tl.tensor,
+    num_chosen: tl.constexpr,
+    hidden_size: tl.constexpr,
+    inner_size: tl.constexpr,
+    num_experts: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> tl.tensor:
+    """Return partial sums, one per thread, of the weighted products of a row's experts.
+
+    The inputs of the experts are one after the other, as a single row: threads that multiply by
+    different experts find these at the same time. Pointers of the row as in `_down_rows`; `read`
+    are the columns, clamped to the last column.
+    """
+    size: tl.constexpr = num_chosen * inner_size
+    num_tiles: tl.constexpr = (size + tile - 1) // tile
+    sums = tl.zeros([tile_columns, tile // vector], tl.float32)
+    for index in tl.static_range(num_tiles):
+        starts = index * tile + tl.arange(0, tile // vector) * vector
+        is_inside = starts < size
+        place = starts // inner_size
+        expert = tl.load(experts + place, mask=is_inside, other=-1) - first_expert
+        # Experts of other ranks add nothing here.
+        is_ours = is_inside & (expert >= 0) & (expert < num_experts)
+        share = tl.load(weights + place, mask=is_ours, other=0.0)
+        offsets = tl.where(is_ours, expert, 0).to(tl.int64) * (hidden_size * inner_size)
+        offsets += starts - place * inner_size
+        places = (read * inner_size)[:, None, None] + offsets[None, :, None]
+        values = tl.load(
+            down + places + tl.arange(0, vector)[None, None, :],
+            mask=is_ours[None, :, None],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        inputs = row_inputs(inner, starts, size, vector)
+        products = tl.sum(values.to(tl.float32) * inputs[None, :, :], axis=2)
+        sums += tl.where(is_ours[None, :], products * share[None, :], 0.0)
+    return sums
+
+
 @triton.jit(do_not_specialize=["first_expert"])
 def _down_rows(
     inner: tl.tensor,
@@ -233,8 +284,24 @@ def _down_rows(
     wait_for_inputs(is_dependent, False)
     start_next_kernel(is_dependent)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
+    if kind == "plain":
+        sums = _joined_products(
+            inner + row.to(tl.int64) * (num_chosen * inner_size),
+            down,
+            weights + row * num_chosen,
+            experts + row * num_chosen,
+            first_expert,
+            read,
+            num_chosen,
+            hidden_size,
+            inner_size,
+            num_experts,
+            tile_columns,
+            tile,
+            vector,
+        )
     total = tl.zeros([tile_columns], tl.float32)
-    for index in tl.static_range(num_chosen):
+    for index in tl.static_range(num_chosen if kind != "plain" or has_bias else 0):
         pair = row * num_chosen + index
         expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
         share = tl.load(weights + pair)
@@ -242,23 +309,24 @@ def _down_rows(
         # experts overlap.
         is_ours = (expert >= 0) & (expert < num_experts)
         expert = tl.where(is_ours, expert, 0)
-        product = _expert_product(
-            inner + pair.to(tl.int64) * inner_size,
-            down + expert * (hidden_size * row_size),
-            scales + expert * (inner_size // half * hidden_size),
-            read,
-            columns,
-            hidden_size,
-            kind,
-            inner_size,
-            row_size,
-            half,
-            unpacks,
-            tile_columns,
-            tile,
-            vector,
-        )
-        sums += tl.where(is_ours, product * share, 0.0)
+        if kind != "plain":
+            product = _expert_product(
+                inner + pair.to(tl.int64) * inner_size,
+                down + expert * (hidden_size * row_size),
+                scales + expert * (inner_size // half * hidden_size),
+                read,
+                columns,
+                hidden_size,
+                kind,
+                inner_size,
+                row_size,
+                half,
+                unpacks,
+                tile_columns,
+                tile,
+                vector,
+            )
+            sums += tl.where(is_ours, product * share, 0.0)
         if has_bias:
             bias = tl.load(biases + expert * hidden_size + read).to(tl.float32)
             total += tl.where(is_ours, bias * share, 0.0)
@@ -304,7 +372,9 @@ def row_expert_sums(
         **launch_options(x.device),
     }
     num_lines = 0
-    if num_rows == 1 and down.dtype.itemsize == 2 and can_depend(x.device):
+    num_read = num_chosen * hidden_size * down.shape[2] * down.dtype.itemsize
+    is_small = num_rows == 1 and num_read <= _MAX_PREFETCHED_BYTES
+    if is_small and down.dtype.itemsize == 2 and can_depend(x.device):
         num_lines = next_power_of_two(triton.cdiv(down.shape[2], _LINE.value))
     alpha, limit = stored.clamp or (0.0, 0.0)
     _gate_up_rows[(triton.cdiv(inner_size, _TILE_COLUMNS), num_rows * num_chosen)](
