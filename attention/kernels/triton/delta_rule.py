@@ -32,8 +32,8 @@ __all__ = ["delta_rule", "gated_norm", "launch_step"]
 _CHUNK = tl.constexpr(CHUNK_SIZE)
 _STEP_VALUES = 16
 """Rows of a state in a program of one warp."""
-_NORMED_ROWS = 4
-"""The most rows of which a program has a whole head, to norm it."""
+_FEW_ROWS = 4
+"""For so many rows at most, a program has a whole head, to norm it, and reads its state early."""
 _NORM_ELEMENTS = 1024
 """Elements that a program norms, unless a head has more."""
 
@@ -71,6 +71,7 @@ def _step(
     is_delta: tl.constexpr,
     has_norm: tl.constexpr,
     is_decode: tl.constexpr,
+    reads_early: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
     tile_value: tl.constexpr,
@@ -83,27 +84,34 @@ def _step(
     `_pass_states`; skip `[num_heads]` float32, without `is_delta`; out and z `[num_tokens,
     num_heads, value_size]`; norm_weight `[value_size]`.
     """
-    wait_for_inputs(is_dependent)
     head, segment = tl.program_id(1), tl.program_id(2)
-    row = tl.load(rows + segment)
+    values = tl.program_id(0) * tile_value + tl.arange(0, tile_value)
+    is_value = values < value_size
+    keys = tl.arange(0, tile_key)
+    is_key = keys < key_size
+    is_state = is_value[:, None] & is_key[None, :]
+    places = values[:, None] * key_size + keys[None, :]
+    if reads_early:
+        # In this step nothing else writes the states, and the rows were uploaded before it.
+        row = tl.load(rows + segment)
+        states += row.to(tl.int64) * row_stride + head * (value_size * key_size)
+        state = tl.load(states + places, mask=is_state & (row >= 0), other=0.0).to(tl.float32)
+    wait_for_inputs(is_dependent)
     token = segment.to(tl.int64)
+    if not reads_early:
+        row = tl.load(rows + segment)
     if not is_decode:
         end = tl.load(query_starts + segment + 1)
         if (end - tl.load(query_starts + segment)) % _CHUNK != 1:
             return
         token = (end - 1).to(tl.int64)
-    values = tl.program_id(0) * tile_value + tl.arange(0, tile_value)
-    is_value = values < value_size
     out += (token * num_heads + head) * value_size + values
     if row < 0:
         tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
         return
-    keys = tl.arange(0, tile_key)
-    is_key = keys < key_size
-    is_state = is_value[:, None] & is_key[None, :]
-    states += row.to(tl.int64) * row_stride + head * (value_size * key_size)
-    states += values[:, None] * key_size + keys[None, :]
-    state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)
+    if not reads_early:
+        states += row.to(tl.int64) * row_stride + head * (value_size * key_size)
+        state = tl.load(states + places, mask=is_state, other=0.0).to(tl.float32)
     key_head = head // (num_heads // num_key_heads) * key_size + keys
     q = tl.load(query + token * query_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
     k = tl.load(key + token * key_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
@@ -124,7 +132,7 @@ def _step(
     # The sums do not wait for the change: S q + (k q) change is (S + change k^T) q.
     result = tl.sum(state * q[None, :], axis=1) + tl.sum(k * q, axis=0) * change
     state += change[:, None] * k[None, :]
-    tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
+    tl.store(states + places, state.to(states.dtype.element_ty), mask=is_state)
     if not is_delta:
         result += v * tl.load(skip + head)
     if has_norm:
@@ -206,7 +214,7 @@ def delta_rule(
     parameters = a, b, a_log, dt_bias, a_log
     has_gates = not isinstance(gates, DeltaGates)
     # Few programs of whole heads read the states of more rows more slowly.
-    is_normed = segments.max_query_len == 1 and len(segments.rows) <= _NORMED_ROWS
+    is_normed = segments.max_query_len == 1 and len(segments.rows) <= _FEW_ROWS
     launch_step(
         query,
         key,
@@ -267,6 +275,7 @@ def launch_step(
     num_key_heads, key_size = key.shape[1:]
     assert states.stride()[1:] == (value_size * key_size, key_size, 1)
     a, b = parameters[:2]
+    is_decode = segments.max_query_len == 1
     tile_key = next_power_of_two(key_size)
     tile = next_power_of_two(value_size)
     if norm is None:
@@ -285,7 +294,8 @@ def launch_step(
             *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
             *(states.stride(0), z.stride(0), key_size**-0.5, eps),
             *(num_key_heads, num_heads, key_size, value_size, has_gates, is_delta),
-            *(norm is not None, segments.max_query_len == 1, can_depend(value.device)),
+            *(norm is not None, is_decode, is_decode and len(segments.rows) <= _FEW_ROWS),
+            can_depend(value.device),
             tile_key,
             tile,
         ),

@@ -143,10 +143,11 @@ def wait_for_inputs(is_dependent: tl.constexpr, starts_next: tl.constexpr = True
     """Wait for all preceding kernels; with `starts_next`, let the next kernel start first.
 
     A program must call this before it writes anything, and before it reads anything other than
-    weights and data that was uploaded before the step. At least one program of each kernel must
-    call this. A kernel then never ends before the preceding kernel, so waiting for one kernel means
-    waiting for all, even though the next kernel starts before this kernel has waited. The next
-    kernel starts when all programs of this kernel are running, so it takes no resources from them.
+    weights, data that was uploaded before the step, and states that only earlier steps wrote. At
+    least one program of each kernel must call this. A kernel then never ends before the preceding
+    kernel, so waiting for one kernel means waiting for all, even though the next kernel starts
+    before this kernel has waited. The next kernel starts when all programs of this kernel are
+    running, so it takes no resources from them.
     """
     if is_dependent:
         if starts_next:

@@ -183,7 +183,7 @@ def test_graphs_of_one_row_give_what_single_kernels_do(
         use(kind, monkeypatch)
         if kind is PlainLinear:
             monkeypatch.setattr(decoder_layer, "num_stacked", lambda *_: 0)
-            monkeypatch.setattr(delta_rule, "_NORMED_ROWS", 0)
+            monkeypatch.setattr(delta_rule, "_FEW_ROWS", 0)
         with LLM(
             tmp_path,
             executor="local",
