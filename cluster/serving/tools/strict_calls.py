@@ -6,7 +6,7 @@ formats in which a turn consists of calls or text, unless it begins as calls do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +27,7 @@ from cluster.serving.tools.json_calls import (
     LLAMA_BEGIN,
     MISTRAL_BEGIN,
 )
-from cluster.serving.tools.tool_calls import PYTHON_MARKS
+from cluster.serving.tools.tool_calls import LFM2_BEGIN, LFM2_END, PYTHON_MARKS
 from cluster.structured.grammar.call_arguments import (
     CallsStructure,
     CallText,
@@ -67,15 +67,22 @@ _NUM_LETTERS = 3
 """Letters of a name that make a list one of calls; each of them is a state of the grammar."""
 
 
+_LFM2 = _Form(
+    mark=LFM2_BEGIN,
+    opening=("[", ""),
+    begin=("{name}(", ""),
+    end=("", ")"),
+    separator=("", ",", ""),
+    closing=("", f"]{LFM2_END}"),
+    notation="python",
+)
+
+
 def _python_form(mark: str) -> _Form:
-    return _Form(
+    return replace(
+        _LFM2,
         mark=mark,
-        opening=("[", ""),
-        begin=("{name}(", ""),
-        end=("", ")"),
-        separator=("", ",", ""),
         closing=("", "]"),
-        notation="python",
         beginnings=(*((one,) for one in PYTHON_MARKS), ("[", "{name}")),
     )
 
@@ -126,6 +133,7 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
         separator=("", HERMES_BEGIN, ""),
         notation="arg_keys",
     ),
+    "lfm2": _LFM2,
     "llama3_json": _Form(
         mark=LLAMA_BEGIN,
         begin=("{{", '"name":', '"{name}",', '"parameters":', ""),

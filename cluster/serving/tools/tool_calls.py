@@ -6,7 +6,7 @@ The format depends on the chat template; each reader knows a format. This module
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cluster.serving.tools.channel_reader import CHANNEL_MARK, ChannelReader
 from cluster.serving.tools.json_calls import (
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import ToolSchemas
 
 __all__ = [
+    "LFM2_BEGIN",
+    "LFM2_END",
     "PYTHON_MARKS",
     "TOOL_CALL_FORMATS",
     "ToolCallFormat",
@@ -42,7 +44,8 @@ __all__ = [
 ]
 
 PYTHON_MARKS = ("<|python_tag|>", "<|python_start|>")
-_END_MARK = "<|python_end|>"
+LFM2_BEGIN = "<|tool_call_start|>"
+LFM2_END = "<|tool_call_end|>"
 _LIST_BEGIN = re.compile(r"\[\s*([\w.\-]*)\s*(\()?")
 _CALL = re.compile(r"\s*([\w.\-]*)\s*(\()?")
 _MAX_BEGIN_LENGTH = 128
@@ -52,6 +55,9 @@ _MAX_BEGIN_LENGTH = 128
 class PythonReader(TurnReader):
     """`[name(key=value, ...), ...]` alone; a call is returned once it is complete."""
 
+    _marks: ClassVar[tuple[str, ...]] = PYTHON_MARKS
+    """The marks before a list."""
+    _end_mark: ClassVar[str] = "<|python_end|>"
     _where: Literal["start", "calls", "arguments", "content"] = "start"
     _name = ""
     _text = ""
@@ -61,8 +67,7 @@ class PythonReader(TurnReader):
     def _step(self, *, is_end: bool) -> bool:
         match self._where:
             case "content":
-                self._write(self._take(len(self._buffer)))
-                return False
+                return self._step_content(is_end=is_end)
             case "start":
                 return self._step_start(is_end=is_end)
             case "calls":
@@ -70,9 +75,15 @@ class PythonReader(TurnReader):
             case "arguments":
                 return self._step_arguments(is_end=is_end)
 
+    def _step_content(self, *, is_end: bool) -> bool:
+        """Read content; no calls follow it."""
+        del is_end
+        self._write(self._take(len(self._buffer)))
+        return False
+
     def _step_start(self, *, is_end: bool) -> bool:
         begun = self._buffer.lstrip()
-        marks = (*PYTHON_MARKS, _END_MARK) if self.num_calls else PYTHON_MARKS
+        marks = (*self._marks, self._end_mark) if self.num_calls else self._marks
         for mark in marks:
             if begun.startswith(mark):
                 self._buffer = begun[len(mark) :]
@@ -80,7 +91,7 @@ class PythonReader(TurnReader):
         found = _LIST_BEGIN.match(begun)
         is_short = found is not None and found.end() <= _MAX_BEGIN_LENGTH
         if found is not None and is_short and found[2] and found[1] in self._tools:
-            self._head = "[" if not self.num_calls else ""
+            self._head += "[" if not self.num_calls else ""
             self._buffer = begun[1:]
             self._where = "calls"
             return True
@@ -88,6 +99,7 @@ class PythonReader(TurnReader):
         is_list = found is not None and found.end() == len(begun) < _MAX_BEGIN_LENGTH
         if not is_end and (is_mark or is_list):
             return False
+        self._write_head()
         self._where = "content"
         return bool(self._buffer)
 
@@ -131,12 +143,27 @@ class PythonReader(TurnReader):
         return False
 
 
+class Lfm2Reader(PythonReader):
+    """Content, and any number of lists as of `PythonReader` between two marks."""
+
+    _marks = (LFM2_BEGIN,)
+    _end_mark = LFM2_END
+    _where: Literal["start", "calls", "arguments", "content"] = "content"
+
+    def _step_content(self, *, is_end: bool) -> bool:
+        found = self._write_until(LFM2_BEGIN, is_end=is_end)
+        if found:
+            self._head, self._where = found, "start"
+        return bool(found)
+
+
 ToolCallFormat = Literal[
     "deepseek_v3",
     "deepseek_v31",
     "gemma4",
     "glm45",
     "hermes",
+    "lfm2",
     "llama3_json",
     "llama4_pythonic",
     "mistral",
@@ -151,6 +178,7 @@ _READERS: Mapping[ToolCallFormat, type[TurnReader]] = {
     "gemma4": GemmaReader,
     "glm45": GlmReader,
     "hermes": HermesReader,
+    "lfm2": Lfm2Reader,
     "llama3_json": LlamaReader,
     "llama4_pythonic": PythonReader,
     "mistral": MistralReader,
@@ -168,6 +196,8 @@ _SHOWN_BY: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
     ("qwen3_coder", (HERMES_BEGIN, "<function=")),
     ("glm45", (HERMES_BEGIN, "<arg_key>")),
     ("hermes", (HERMES_BEGIN,)),
+    ("lfm2", (LFM2_BEGIN,)),
+    ("lfm2", ("List of tools: ", "<|im_start|>")),
     ("pythonic", ("[func_name1(",)),
     ("llama3_json", (LLAMA_BEGIN,)),
     ("llama3_json", ('"parameters": dictionary',)),
@@ -183,6 +213,7 @@ _FORMS: Mapping[ToolCallFormat, CallForm] = {
     "deepseek_v3": CallForm(mark=DEEPSEEK_BEGIN, opening="[", separator=", ", closing="]"),
     "deepseek_v31": CallForm(mark=DEEPSEEK_BEGIN, opening="[", separator=", ", closing="]"),
     "gemma4": CallForm(mark=GEMMA_BEGIN, separator=f"{GEMMA_END}{GEMMA_BEGIN}", closing=GEMMA_END),
+    "lfm2": CallForm(mark=LFM2_BEGIN, opening="[", separator=", ", closing=f"]{LFM2_END}"),
     "llama3_json": CallForm(mark=LLAMA_BEGIN, separator="; ", arguments="parameters"),
     "mistral": CallForm(mark=MISTRAL_BEGIN, opening="[", separator=", ", closing="]"),
 }

@@ -13,7 +13,13 @@ from cluster.serving.json_body import read_arguments
 from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
 from cluster.serving.tools.object_text import ObjectText
 from cluster.serving.tools.tool import Tool
-from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat, turn_reader
+from cluster.serving.tools.tool_calls import (
+    LFM2_BEGIN,
+    LFM2_END,
+    TOOL_CALL_FORMATS,
+    ToolCallFormat,
+    turn_reader,
+)
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from tests.serving.tools.test_tool_calls import deepseek
 
@@ -280,6 +286,8 @@ TURNS: list[tuple[ToolCallFormat, str, str, Calls]] = [
      [("look", {"where": "a\n<|b <|tool_call>"})]),
     ("gemma4", gemma("{}", "nowhere"), gemma("{}", "nowhere"), []),
     ("gemma4", "Write <|tool_call> or <|tool", "Write <|tool_call> or <|tool", []),
+    ("lfm2", "<|tool_call_start|>[look(where='a')]<|tool_call_start|>[now()]", "", BOTH),
+    ("lfm2", "So. <|tool_call_start|> [now()] <|tool_call_end|>", "So.", CALLED_NOW),
     ("pythonic", "[look(where='a')]\n[now()]", "", BOTH),
     ("pythonic", "[look(where='a') now()]", "", BOTH),
     ("pythonic", "[look(where='a'), now(", "", BOTH),
@@ -492,6 +500,8 @@ def written_turns() -> dict[str, list[str]]:
     for arguments, _ in PYTHON:
         for name in ("pythonic", "llama4_pythonic"):
             found.setdefault(name, []).append(f"[look({arguments}), now()]")
+        calls = f"{LFM2_BEGIN}[look({arguments}), now()]{LFM2_END}"
+        found.setdefault("lfm2", []).append(f"Yes. {calls} So. {calls}")
     found["choice"] = found["hermes"]
     return found | {"list": [f"[{OBJECT}, {NOW}]", *found["llama3_json"]], "named": objects}
 
@@ -502,7 +512,7 @@ NOISE = (
     *("\\ud83d", "\\ude00", "\\u12", "\\x4", "null", "None", "True", "NaN", "1e999", "-", "\u2028"),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<function=now>"),
     *("<parameter=where>", "</parameter>", "</function>", "<arg_key>", "</arg_value>", "<", ">"),
-    *("<|tool_call>", "<tool_call|>", '<|"|>', "call:now{", "call:"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "call:now{", "call:", LFM2_BEGIN, LFM2_END),
     *("<|call|>", "<|end|>", "<|start|>", "<|message|>", " to=functions.now", "{}{", "look", "now"),
     *map(deepseek, ("[calls_begin]", "[call_begin]", "[call_end]", "[sep]")),
 )

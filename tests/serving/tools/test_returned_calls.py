@@ -38,6 +38,7 @@ SHOWN = {
     "gemma4": "<|tool_call>",
     "glm45": "<tool_call> <arg_key>",
     "hermes": "<tool_call>",
+    "lfm2": "<|tool_call_start|>",
     "llama3_json": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
     "openai": "<|channel|>commentary",

@@ -14,7 +14,7 @@ import pytest
 from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.tools.forced_calls import schema_without_text
 from cluster.serving.tools.tool import Tool
-from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
+from cluster.serving.tools.tool_calls import LFM2_BEGIN, LFM2_END, TOOL_CALL_FORMATS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import grammar_text
 from cluster.structured.token_matchers import MarkMatcher, ReasoningMatcher, Vocabulary
@@ -319,7 +319,8 @@ def llama_calls(text: str) -> list[Call]:
 def python_calls(text: str) -> list[Call]:
     """Have Python evaluate the list."""
     names = {tool.name: lambda _name=tool.name, **given: (_name, given) for tool in TOOLS}
-    found: list[Call] = eval(text.strip(), {**names, "true": True, "false": False, "null": None})
+    text = text.strip().removeprefix(LFM2_BEGIN).removesuffix(LFM2_END)
+    found: list[Call] = eval(text, {**names, "true": True, "false": False, "null": None})
     return found
 
 
@@ -360,8 +361,15 @@ def _value(key: str, text: str) -> object:
     return text if is_text else value
 
 
+BEGINNINGS = {
+    "lfm2": LFM2_BEGIN,
+    "llama3_json": "{",
+    "pythonic": "[put",
+    "llama4_pythonic": "[put",
+}
 READERS = {
     "glm45": glm_calls,
+    "lfm2": python_calls,
     "llama3_json": llama_calls,
     "llama4_pythonic": python_calls,
     "pythonic": python_calls,
@@ -376,12 +384,11 @@ def test_calls_are_valid_for_another_reader(
 ) -> None:
     use = use_of(tool_format, TOOLS)
     writer = Writer(library, use)
-    beginning = {"llama3_json": "{", "pythonic": "[put", "llama4_pythonic": "[put"}
     found: dict[str, set[str]] = {name: set() for name in SCHEMA["properties"]}
     num_calls = 0
     for seed in range(120):
         writer.restart()
-        writer.write(list(beginning.get(tool_format, "<tool_call>")))
+        writer.write(list(BEGINNINGS.get(tool_format, "<tool_call>")))
         writer.write_randomly(seed)
         if not writer.has_ended:
             continue
@@ -480,7 +487,6 @@ def test_number_beyond_the_range_of_json_is_a_string() -> None:
 
 
 THOUGHTS = ("", "hm", "\nI [put(x=1)]\n", '{"name": "put"}', "a </thin b", "<tool_call>")
-BEGINNINGS = {"llama3_json": "{", "pythonic": "[put", "llama4_pythonic": "[put"}
 
 
 def in_pieces(text: str, generator: random.Random) -> list[str]:

@@ -245,6 +245,30 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
             ("add", '{"y": [1, {"k": null}], "x": -2.5}'),
         ],
     ),
+    "lfm2": (
+        "lfm2",
+        "I look.\n<|tool_call_start|>[look(where='a, ) <|tool_call_end|>'), add(x=-2.5)]"
+        "<|tool_call_end|> Then.<|tool_call_start|>[look()]<|tool_call_end|>Done.",
+        "I look. Then.Done.",
+        [
+            ("look", '{"where": "a, ) <|tool_call_end|>"}'),
+            ("add", '{"x": -2.5}'),
+            ("look", "{}"),
+        ],
+    ),
+    "lfm2, unknown tool": (
+        "lfm2",
+        "a <|tool_call_start|>[drop(x=1)]<|tool_call_end|>",
+        "a <|tool_call_start|>[drop(x=1)]<|tool_call_end|>",
+        [],
+    ),
+    "lfm2, a list": ("lfm2", "[look()] <|tool_call_st", "[look()] <|tool_call_st", []),
+    "lfm2, cut off": (
+        "lfm2",
+        "<|tool_call_start|>[look(where='a",
+        "<|tool_call_start|>[look(where='a",
+        [],
+    ),
     "pythonic, content behind": ("pythonic", "[look()]Done.", "Done.", [("look", "{}")]),
     "pythonic, marked": ("pythonic", "<|python_start|>[look()]", "", [("look", "{}")]),
     "pythonic, blanks": ("pythonic", "[ look\n (a=1)]", "", [("look", '{"a": 1}')]),
@@ -345,6 +369,7 @@ FOUR_CALLS: dict[ToolCallFormat, str] = {
     "mistral": f"[TOOL_CALLS][{','.join([OBJECT] * 4)}]",
     "gemma4": "<|tool_call>call:add{x:1}<tool_call|>" * 4,
     "pythonic": "[add(x=1), add(x=1), add(x=1), add(x=1)]",
+    "lfm2": "<|tool_call_start|>[add(x=1), add(x=1)]<|tool_call_end|>\n" * 2,
     "deepseek_v31": f"[calls_begin]{CALL * 4}[calls_end]",
 }
 
@@ -386,6 +411,8 @@ def test_long_object_that_names_no_tool_is_content() -> None:
         ("{% if tools %}<tool_call><function={% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call>{name}<arg_key>{% endif %}", "glm45"),
         ("{% if tools %}[func_name1(params_name1=value)]{% endif %}", "pythonic"),
+        ('<|im_start|>{% if tools %}{{ "List of tools: [" }}{% endif %}', "lfm2"),
+        ("{% if tools %}<|tool_call_start|>{% endif %}", "lfm2"),
         (
             deepseek("{% if tools %}[calls_begin]{% endif %}"),
             "deepseek_v3",

@@ -104,6 +104,7 @@ TOOL_CALLS = Target(
         _seed("qwen3_coder", 3, b"I look. " + _QWEN_CALL + b"\n" + _QWEN_CALL + b" done"),
         _seed("glm45", 3, b"\n" + _GLM_CALL + b"\n" + _GLM_CALL),
         _seed("gemma4", 2, b"I look." + _GEMMA_CALL + _GEMMA_CALL),
+        _seed("lfm2", 2, b"I look.<|tool_call_start|>[look(x=1)]<|tool_call_end|> Done."),
         _seed("pythonic", 2, b'[look(where="a, ) \\" b", deep=True), add(y=[1, {"k": None}])]'),
         _seed(
             "deepseek_v3",
@@ -132,7 +133,14 @@ TOOL_CALLS = Target(
         *(b"<tool_call>", b"</tool_call>", b"<|python_tag|>", b"[TOOL_CALLS]", b"[ARGS]"),
         *(b'"name"', b'"arguments"', b'"parameters"', b'"look"', b'"add"', b"[CALL_ID]", b'\\"'),
         *(b"<function=look>", b"</function>", b"<parameter=where>", b"</parameter>", b"look"),
-        *(b"<|tool_call>", b"<tool_call|>", b'<|"|>', b"call:look{"),
+        *(
+            b"<|tool_call_start|>",
+            b"<|tool_call_end|>",
+            b"<|tool_call>",
+            b"<tool_call|>",
+            b'<|"|>',
+            b"call:look{",
+        ),
         *(b"<arg_key>", b"</arg_key>", b"<arg_value>", b"</arg_value>", b"[look(", b"x=1", b")]"),
         *(b"<|channel|>", b"<|message|>", b"<|start|>", b"<|end|>", b"<|call|>", b"<|return|>"),
         *(b"analysis", b"commentary", b"final", b" to=functions.look", b"<|constrain|>json"),
