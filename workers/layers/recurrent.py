@@ -7,7 +7,7 @@ has the kernels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -189,41 +189,85 @@ class ShortConvLayer(RecurrentLayer):
         return self.input, self._conv, self.output
 
 
-class DeltaRuleLayer(RecurrentLayer):
+class MatrixLayer(RecurrentLayer):
+    """A recurrent layer with a matrix for each head, which reads the results of the convolution.
+
+    A rank has some heads of keys, and the heads of values that share them.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        config: ModelConfig,
+        layer_index: int,
+        place: Placement,
+        columns: Sequence[Columns],
+    ) -> None:
+        """`columns` are those of `input`."""
+        super().__init__(prefix, config, layer_index, place)
+        recurrent, multipliers = self._config, config.multipliers
+        self.input = ColumnParallelLinear(
+            config.hidden_size,
+            columns,
+            place,
+            has_bias=recurrent.has_bias,
+            input_scale=multipliers.recurrent_input,
+        )
+        self._vectors = _HeadVectors(prefix, recurrent, place)
+        size = recurrent.num_value_heads * recurrent.value_size
+        self._num_values = size // place.group.size
+        """Columns of the heads of values on this rank."""
+        self.output = RowParallelLinear(
+            f"{prefix}.out_proj",
+            size,
+            config.hidden_size,
+            place,
+            has_bias=recurrent.has_output_bias,
+            scale=multipliers.recurrent_output,
+        )
+
+    def _channels(
+        self, inner: torch.Tensor, states: torch.Tensor, segments: Segments, *, is_convolved: bool
+    ) -> Sequence[torch.Tensor]:
+        """Return the results of the convolution by kind of channels."""
+        if not is_convolved:
+            inner = self._conv(inner, states, segments, "silu")
+        return torch.split(inner, self._conv.sizes, dim=1)
+
+    def _keys(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return columns as heads, `[num_tokens, num_key_heads, key_size]`."""
+        heads: torch.Tensor = columns.unflatten(1, (-1, self._config.key_size))
+        return heads
+
+    def _values(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return columns as heads, `[num_tokens, num_value_heads, value_size]`."""
+        heads: torch.Tensor = columns.unflatten(1, (-1, self._config.value_size))
+        return heads
+
+
+class DeltaRuleLayer(MatrixLayer):
     """A gated delta rule, as in Qwen3-Next and Qwen3.5.
 
-    S. Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024. A rank has some
-    key heads, and the value heads that share them.
+    S. Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
     """
+
+    _first_channel = 0
 
     def __init__(
         self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
     ) -> None:
-        super().__init__(prefix, config, layer_index, place)
-        group, recurrent = place.group, self._config
-        self._first_channel = 0
+        assert config.recurrent is not None
+        recurrent, group = config.recurrent, place.group
         columns = _delta_columns(prefix, config, recurrent, group)
         gates = _gate_columns(prefix, recurrent, group)
-        if not _have_one_format(columns, gates, place.quantization):
+        has_gates = _have_one_format(columns, gates, place.quantization)
+        if has_gates:
+            columns += gates
+        super().__init__(prefix, config, layer_index, place, columns)
+        if not has_gates:
             self.gates = ColumnParallelLinear(config.hidden_size, gates, place, has_bias=False)
-            gates = []
-        num_heads = recurrent.num_value_heads // group.size
-        self._gate_sizes = (num_heads,) * 2 if gates else ()
-        """Columns of the gates in `input`."""
-        self.input = ColumnParallelLinear(
-            config.hidden_size, [*columns, *gates], place, has_bias=False
-        )
-        self._key_columns = recurrent.num_key_heads // group.size * recurrent.key_size
-        self._decay = _HeadVectors(prefix, recurrent.num_value_heads, place)
-        self._norm = _HeadNorm(f"{prefix}.norm", recurrent.value_size, config.norm_eps, place)
-        self._num_heads = num_heads
-        self.output = RowParallelLinear(
-            f"{prefix}.out_proj",
-            recurrent.num_value_heads * recurrent.value_size,
-            config.hidden_size,
-            place,
-            has_bias=False,
-        )
+        size = recurrent.value_size
+        self._norm = _NormWeight(f"{prefix}.norm", size, slice(0, size), config.norm_eps, place)
 
     def _mix(
         self,
@@ -234,24 +278,20 @@ class DeltaRuleLayer(RecurrentLayer):
         *,
         is_convolved: bool,
     ) -> torch.Tensor:
-        config, keys = self._config, self._key_columns
-        values = self._num_heads * config.value_size
-        inner, z, *rest = columns.split((2 * keys + values, values, *self._gate_sizes), dim=1)
-        b, a = rest if gates is None else gates.chunk(2, dim=1)
+        vectors, norm = self._vectors, self._norm
+        num_channels = sum(self._conv.sizes)
+        inner, z, rest = columns.tensor_split(
+            (num_channels, num_channels + self._num_values), dim=1
+        )
+        b, a = (rest if gates is None else gates).chunk(2, dim=1)
         conv_states, matrices = states
-        if not is_convolved:
-            inner = self._conv(inner, conv_states, segments, "silu")
-        query, key, value = inner.split((keys, keys, values), dim=1)
+        query, key, value = self._channels(inner, conv_states, segments, is_convolved=is_convolved)
         out = gated_delta_rule(
-            query.unflatten(1, (-1, config.key_size)),
-            key.unflatten(1, (-1, config.key_size)),
-            value.unflatten(1, (-1, config.value_size)),
-            DeltaGates(a=a, b=b, a_log=self._decay.a_log, dt_bias=self._decay.dt_bias),
-            GatedNorm(
-                z=z.unflatten(1, (-1, config.value_size)),
-                weight=self._norm.weight,
-                eps=self._norm.eps,
-            ),
+            self._keys(query),
+            self._keys(key),
+            self._values(value),
+            DeltaGates(a=a, b=b, a_log=vectors.a_log, dt_bias=vectors.dt_bias),
+            GatedNorm(z=self._values(z), weight=norm.weight, eps=norm.eps),
             matrices,
             segments,
         )
@@ -259,62 +299,27 @@ class DeltaRuleLayer(RecurrentLayer):
 
     def sublayers(self) -> tuple[Layer, ...]:
         inputs = (self.input,) if self.gates is None else (self.input, self.gates)
-        return *inputs, self._conv, self._decay, self._norm, self.output
+        return *inputs, self._conv, self._vectors, self._norm, self.output
 
 
-class ScanLayer(RecurrentLayer):
-    """A selective scan, as in Mamba-2; the norm of its results comes after their gate.
+class ScanLayer(MatrixLayer):
+    """A selective scan, as in Mamba-2.
 
-    T. Dao and A. Gu, "Transformers are SSMs", 2024. A rank has some heads, and the groups of heads
-    that share keys and queries, or the only group.
+    T. Dao and A. Gu, "Transformers are SSMs", 2024. All ranks have the keys and queries that all
+    heads share, if they do.
     """
 
     def __init__(
         self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
     ) -> None:
-        super().__init__(prefix, config, layer_index, place)
-        group, recurrent = place.group, self._config
-        size = recurrent.num_value_heads * recurrent.value_size
-        gate = Columns(
-            name=f"{prefix}.in_proj",
-            total=size + _num_channels(config, recurrent) + recurrent.num_value_heads,
-            part=part_of(size, group),
-        )
-        heads = part_of(recurrent.num_value_heads, group)
-        first_head = gate.total - recurrent.num_value_heads
-        inner = [
-            slice(size + part.start, size + part.stop)
-            for part in _conv_parts(config, recurrent, group)
-        ]
-        steps = slice(first_head + heads.start, first_head + heads.stop)
-        multipliers = config.multipliers
-        columns = [
-            replace(gate, part=part, scale=scale)
-            for part, scale in zip(
-                (gate.part, *inner, steps), multipliers.recurrent_columns, strict=True
-            )
-        ]
-        self._sizes = [part.size for part in columns]
-        self._first_channel = gate.size
-        self.input = ColumnParallelLinear(
-            config.hidden_size,
-            columns,
-            place,
-            has_bias=recurrent.has_bias,
-            input_scale=multipliers.recurrent_input,
-        )
-        self._vectors = _HeadVectors(prefix, recurrent.num_value_heads, place, has_skip=True)
+        assert config.recurrent is not None
+        recurrent = config.recurrent
+        columns = _scan_columns(prefix, config, recurrent, place.group)
+        super().__init__(prefix, config, layer_index, place, columns)
+        self._first_channel = self._num_values
         self._norm: _GroupNorm | _Gate = _Gate()
         if recurrent.scan_norm is not None:
-            self._norm = _GroupNorm(f"{prefix}.norm", size, recurrent, config.norm_eps, place)
-        self.output = RowParallelLinear(
-            f"{prefix}.out_proj",
-            size,
-            config.hidden_size,
-            place,
-            has_bias=recurrent.has_output_bias,
-            scale=multipliers.recurrent_output,
-        )
+            self._norm = _GroupNorm(f"{prefix}.norm", recurrent, config.norm_eps, place)
 
     def _mix(
         self,
@@ -326,17 +331,14 @@ class ScanLayer(RecurrentLayer):
         is_convolved: bool,
     ) -> torch.Tensor:
         del gates
-        config, sizes = self._config, self._sizes
-        z, inner, steps = columns.split((sizes[0], sum(sizes[1:4]), sizes[4]), dim=1)
+        vectors, first = self._vectors, self._num_values
+        z, inner, steps = columns.tensor_split((first, first + sum(self._conv.sizes)), dim=1)
         conv_states, matrices = states
-        if not is_convolved:
-            inner = self._conv(inner, conv_states, segments, "silu")
-        values, b, c = inner.split(sizes[1:4], dim=1)
-        vectors = self._vectors
+        values, b, c = self._channels(inner, conv_states, segments, is_convolved=is_convolved)
         out = selective_scan(
-            values.unflatten(1, (-1, config.value_size)),
-            b.unflatten(1, (-1, config.key_size)),
-            c.unflatten(1, (-1, config.key_size)),
+            self._values(values),
+            self._keys(b),
+            self._keys(c),
             ScanGates(dt=steps, a_log=vectors.a_log, dt_bias=vectors.dt_bias, d=vectors.skip),
             matrices,
             segments,
@@ -364,7 +366,9 @@ class _Convolution(Layer):
         self._name = f"{prefix}.{name}"
         self._parts = _conv_parts(config, recurrent, place.group)
         self._total = _num_channels(config, recurrent)
-        num_channels = sum(part.stop - part.start for part in self._parts)
+        self.sizes = [part.stop - part.start for part in self._parts]
+        """Channels of each kind on this rank."""
+        num_channels = sum(self.sizes)
         self._weight = torch.empty(
             num_channels, recurrent.conv_width, dtype=place.dtype, device=place.device
         )
@@ -419,14 +423,13 @@ class _Convolution(Layer):
 class _HeadVectors(Layer):
     """The decay and the bias of the step size of each head, and the factor of its inputs."""
 
-    def __init__(
-        self, prefix: str, num_heads: int, place: Placement, *, has_skip: bool = False
-    ) -> None:
+    def __init__(self, prefix: str, recurrent: RecurrentConfig, place: Placement) -> None:
         self._prefix = prefix
-        self._num_heads = num_heads
-        self._part = part_of(num_heads, place.group)
+        self._num_heads = recurrent.num_value_heads
+        self._part = part_of(self._num_heads, place.group)
         size = self._part.stop - self._part.start
         self.a_log, self.dt_bias = torch.empty(2, size, device=place.device)
+        has_skip = recurrent.kind == "mamba2"
         self.skip = torch.empty(size if has_skip else 0, device=place.device)
         """Only selective scans add their inputs to the results."""
 
@@ -447,19 +450,20 @@ class _HeadVectors(Layer):
         return WeightWork(num_bytes=self.a_log.nbytes + self.dt_bias.nbytes + self.skip.nbytes)
 
 
-class _HeadNorm(Layer):
-    """The weight of a norm of each head."""
+class _NormWeight(Layer):
+    """This rank's part of the weight of a norm of results."""
 
-    def __init__(self, name: str, size: int, eps: float, place: Placement) -> None:
+    def __init__(self, name: str, size: int, part: slice, eps: float, place: Placement) -> None:
         self._name = name
+        self._size, self._part = size, part
         self.eps = eps
-        self.weight = torch.empty(size, dtype=place.dtype, device=place.device)
+        self.weight = torch.empty(part.stop - part.start, dtype=place.dtype, device=place.device)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(
             name=f"{self._name}.weight",
-            shape=tuple(self.weight.shape),
-            part=(slice(None),),
+            shape=(self._size,),
+            part=(self._part,),
             target=self.weight,
             dummy=1.0,
         )
@@ -479,50 +483,33 @@ class _Gate(Layer):
         yield from ()
 
 
-class _GroupNorm(Layer):
+class _GroupNorm(_NormWeight):
     """RMSNorm of results over groups of heads; ranks sum over a group that they share."""
 
-    def __init__(
-        self, name: str, size: int, recurrent: RecurrentConfig, eps: float, place: Placement
-    ) -> None:
+    def __init__(self, name: str, recurrent: RecurrentConfig, eps: float, place: Placement) -> None:
         num_groups = recurrent.num_key_heads
+        size = recurrent.num_value_heads * recurrent.value_size
+        super().__init__(name, size, part_of(size, place.group), eps, place)
         self._gates_first = recurrent.scan_norm == "after_gate"
-        self._name = name
-        self._size = size
-        self._part = part_of(size, place.group)
-        self._eps = eps
         self._group_size = size // num_groups
         self._sums_over = place.group if num_groups < place.group.size else None
-        self._weight = torch.empty(size // place.group.size, dtype=place.dtype, device=place.device)
 
     def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Return the norm of `x` with gate `z`; all are `[num_tokens, columns of this rank]`."""
         if self._sums_over is None:
             groups = (-1, self._group_size)
             norm = GatedNorm(
-                z=z.unflatten(1, groups), weight=self._weight.unflatten(0, groups), eps=self._eps
+                z=z.unflatten(1, groups), weight=self.weight.unflatten(0, groups), eps=self.eps
             )
             normed = gated_norm(x.unflatten(1, groups), norm, gates_first=self._gates_first)
             return normed.flatten(1)
         gates = functional.silu(z.float())
         values = x * gates if self._gates_first else x.float()
         squares = self._sums_over.all_reduce(values.square().sum(1, keepdim=True))
-        normed = values * torch.rsqrt(squares / self._group_size + self._eps)
+        normed = values * torch.rsqrt(squares / self._group_size + self.eps)
         if not self._gates_first:
-            return normed.mul_(self._weight).mul_(gates).to(x.dtype)
-        return normed.to(x.dtype).mul_(self._weight)
-
-    def weight_shards(self) -> Iterator[WeightShard]:
-        yield WeightShard(
-            name=f"{self._name}.weight",
-            shape=(self._size,),
-            part=(self._part,),
-            target=self._weight,
-            dummy=1.0,
-        )
-
-    def weight_work(self) -> WeightWork:
-        return WeightWork(num_bytes=self._weight.nbytes)
+            return normed.mul_(self.weight).mul_(gates).to(x.dtype)
+        return normed.to(x.dtype).mul_(self.weight)
 
 
 def _num_channels(config: ModelConfig, recurrent: RecurrentConfig) -> int:
@@ -576,6 +563,24 @@ def _delta_columns(
     ]
     gate = Columns(name=f"{prefix}.in_proj_z", total=values, part=part_of(values, group))
     return [*columns, gate]
+
+
+def _scan_columns(
+    prefix: str, config: ModelConfig, recurrent: RecurrentConfig, group: ParallelGroup
+) -> list[Columns]:
+    """Return the columns of this rank: the gate, the channels of the convolution, step sizes."""
+    size, num_heads = recurrent.num_value_heads * recurrent.value_size, recurrent.num_value_heads
+    first_head = size + _num_channels(config, recurrent)
+    channels = [
+        slice(size + part.start, size + part.stop) for part in _conv_parts(config, recurrent, group)
+    ]
+    heads = part_of(num_heads, group)
+    steps = slice(first_head + heads.start, first_head + heads.stop)
+    parts = part_of(size, group), *channels, steps
+    return [
+        Columns(name=f"{prefix}.in_proj", total=first_head + num_heads, part=part, scale=scale)
+        for part, scale in zip(parts, config.multipliers.recurrent_columns, strict=True)
+    ]
 
 
 def _gate_columns(prefix: str, recurrent: RecurrentConfig, group: ParallelGroup) -> list[Columns]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -33,14 +33,18 @@ Rows: TypeAlias = torch.Tensor | QuantizedRows | DeferredRMSNorm
 """Inputs of a product, `[num_tokens, hidden_size]`."""
 
 
-class Reader(Protocol):
-    """The layer that reads a norm."""
+class Reader:
+    """The layer that reads a norm; the base class accepts tensors alone."""
 
     def accepts_quantized(self, num_rows: int) -> bool:
         """Return whether the layer accepts this number of rows as `QuantizedRows`."""
+        del num_rows
+        return False
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
         """Return whether the layer accepts this number of rows as a `DeferredRMSNorm`."""
+        del num_rows
+        return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

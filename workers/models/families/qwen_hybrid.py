@@ -166,39 +166,19 @@ def _read_with_images(
     return replace(config, text_tensors=replace(tensors, skipped=(*tensors.skipped, *_SKIPPED)))
 
 
-QWEN3_5 = Family(
-    architecture="Qwen3_5ForConditionalGeneration",
-    model_types=("qwen3_5",),
-    read=partial(
-        _read_with_images,
-        architecture="Qwen3_5ForConditionalGeneration",
-        text_type="qwen3_5_text",
-        has_experts=False,
-    ),
-)
+def _families(label: str, model_type: str, *, has_experts: bool) -> tuple[Family, Family]:
+    """Return the family of a model that also reads images, and that of its text."""
+    text_type = f"{model_type}_text"
+    whole, text = f"{label}ForConditionalGeneration", f"{label}ForCausalLM"
+    read_whole = partial(
+        _read_with_images, architecture=whole, text_type=text_type, has_experts=has_experts
+    )
+    read_text = partial(_read_text, architecture=text, has_experts=has_experts)
+    return (
+        Family(architecture=whole, model_types=(model_type,), read=read_whole),
+        Family(architecture=text, model_types=(text_type,), read=read_text),
+    )
 
 
-QWEN3_5_MOE = Family(
-    architecture="Qwen3_5MoeForConditionalGeneration",
-    model_types=("qwen3_5_moe",),
-    read=partial(
-        _read_with_images,
-        architecture="Qwen3_5MoeForConditionalGeneration",
-        text_type="qwen3_5_moe_text",
-        has_experts=True,
-    ),
-)
-
-
-QWEN3_5_TEXT = Family(
-    architecture="Qwen3_5ForCausalLM",
-    model_types=("qwen3_5_text",),
-    read=partial(_read_text, architecture="Qwen3_5ForCausalLM", has_experts=False),
-)
-
-
-QWEN3_5_MOE_TEXT = Family(
-    architecture="Qwen3_5MoeForCausalLM",
-    model_types=("qwen3_5_moe_text",),
-    read=partial(_read_text, architecture="Qwen3_5MoeForCausalLM", has_experts=True),
-)
+QWEN3_5, QWEN3_5_TEXT = _families("Qwen3_5", "qwen3_5", has_experts=False)
+QWEN3_5_MOE, QWEN3_5_MOE_TEXT = _families("Qwen3_5Moe", "qwen3_5_moe", has_experts=True)

@@ -11,8 +11,8 @@ from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from workers.layers.mlp import GatedMLP, MLPParams
 from workers.layers.norm import RMSNorm
 from workers.layers.weight import Placement
-from workers.models.fused_layers import FusedMLP
 from workers.models.fused_norm import FusedNorm
+from workers.models.fused_parts import FusedMLP
 from workers.parallel.group import SoloGroup
 
 pytestmark = [
