@@ -8,6 +8,7 @@ in flash decoding; Dao et al., 2023. Shared prefixes as in Hydragen; Juravsky et
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -508,8 +509,12 @@ class SplitCosts:
         """Return into how many items each range of this many tiles is split, `[num_units]`.
 
         Some may have no tiles, and are an item too. With more ranges than slots, no item is longer
-        than an even share of all tiles, if `max_items` allows it.
+        than an even share of all tiles, if `max_items` allows it. The result is read-only.
         """
+        return _kept_splits(self, tiles.astype(np.int32, copy=False).tobytes(), max_items)
+
+    def find_splits(self, tiles: _Counts, max_items: int) -> _Counts:
+        """Compute `splits`."""
         total, longest = int(tiles.sum()), int(tiles.max(initial=0))
         fair = max(1, -(-total // self.num_slots))
         most = fair
@@ -538,6 +543,14 @@ class SplitCosts:
         running = np.cumsum(np.bincount(lengths)[::-1])[::-1][1:]
         reading = float(np.maximum(1.0, running / self.num_saturating).sum())
         return _START_TILES + reading + merging
+
+
+@lru_cache(maxsize=64)
+def _kept_splits(costs: SplitCosts, tiles: bytes, max_items: int) -> _Counts:
+    """Return `splits`: few rows have as many tiles as in the step before, whatever the tokens."""
+    splits = costs.find_splits(np.frombuffer(tiles, np.int32), max_items)
+    splits.flags.writeable = False
+    return splits
 
 
 def _splits(tiles: _Counts, most: int) -> _Counts:

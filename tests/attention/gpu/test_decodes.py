@@ -1,7 +1,7 @@
 """Schedules of decodes: what every row reads, bounds, and balance, for random steps."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -115,6 +115,10 @@ def test_splits_are_fair_and_fit(tiles: list[int], costs: SplitCosts, num_spare:
     units = np.array(tiles, dtype=np.int32)
     max_items = len(tiles) + num_spare
     splits = costs.splits(units, max_items)
+    # Splits are kept by the tiles, the GPU and the bound.
+    costs.splits(units, max_items + 1)
+    replace(costs, num_slots=costs.num_slots + 1).splits(units, max_items)
+    assert np.array_equal(costs.splits(units, max_items), costs.find_splits(units, max_items))
     assert (splits >= 1).all()
     assert (splits <= np.maximum(units, 1)).all()
     assert splits.sum() <= max_items
