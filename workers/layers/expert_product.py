@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 
+_ALIGNMENT = 8
 _MAX_STACKED_ROWS = 512
 """For more rows, the products of stacked experts are computed by themselves."""
 
@@ -348,7 +349,10 @@ class Router(Layer):
             self._factors = torch.empty(
                 experts.num_experts, dtype=torch.float32, device=place.device
             )
-        self._shape = (experts.num_experts + self._has_gate, hidden_size)
+        self._num_columns = experts.num_experts + self._has_gate
+        # Of an odd number of columns, cuBLAS computes a product in more than twice the time.
+        out_size = -(-self._num_columns // _ALIGNMENT) * _ALIGNMENT if self._has_gate else None
+        self._shape = (out_size or self._num_columns, hidden_size)
         self._num_chosen = experts.num_chosen
         self._is_renormalized = experts.is_renormalized
         self._sigmoid: SigmoidScores | None = None
@@ -358,6 +362,7 @@ class Router(Layer):
         self._kernel = make_linear_kernel(
             *self._shape, has_bias=experts.has_bias, dtype=place.dtype, device=place.device
         )
+        self._kernel.weight[self._num_columns :].zero_()
 
     def __call__(self, x: torch.Tensor) -> Choice:
         """Return the experts of each of `[num_tokens, hidden_size]`."""
@@ -373,6 +378,7 @@ class Router(Layer):
         return normed, self._choice(self._kernel.forward_with_norm(row, normed))
 
     def _choice(self, logits: torch.Tensor) -> Choice:
+        logits = logits[:, : self._num_columns]
         if logits.is_cuda and self._has_kernel:
             # Triton is absent on machines without a GPU.
             from attention.kernels.triton.experts import choose_experts
@@ -424,7 +430,7 @@ class Router(Layer):
                 name=f"{self._gate_name}.weight",
                 shape=(1, self._shape[1]),
                 part=(slice(None), slice(None)),
-                target=self._kernel.weight[self._num_experts :],
+                target=self._kernel.weight[self._num_experts : self._num_columns],
             )
         if self._kernel.bias is not None:
             yield WeightShard(

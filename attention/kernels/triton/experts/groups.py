@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_experts", "grouped_pairs"]
 
+_FEW_ROWS = 8
 _MIN_TILE = 128
 _MAX_TILE = 4096
 
@@ -143,8 +144,8 @@ def choose_experts(
             is_renormalized=is_renormalized,
             tile=tile,
             chosen_tile=next_power_of_two(num_chosen + num_stacked),
-            # One warp finds a maximum without shared memory.
-            num_warps=max(1, min(tile // 512, 4)),
+            # One warp finds a maximum without shared memory; more warps read more rows faster.
+            num_warps=1 if num_rows <= _FEW_ROWS else max(1, min(tile // 128, 4)),
             **dependent_launch(logits.device),
         )
     return experts, weights
