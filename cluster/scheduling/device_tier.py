@@ -219,6 +219,8 @@ class DeviceTier:
     def add_block(self, key: BlockKey, block: int) -> bool:
         """Add an owned block; return False if another block has the same key."""
         if key.digest in self._block_of:
+            # A sequence has computed its tokens again, and its next turn needs it.
+            self.pool.touch(self._block_of[key.digest])
             return False
         assert self._keys[block] is None
         self._block_of[key.digest] = block

@@ -131,7 +131,11 @@ class KvManager:
         self.states: StateCopier | None = None
         if options.state_blocks:
             self.states = StateCopier(
-                self.device, self.prefixes, num_blocks=options.state_blocks, grid=grid
+                self.device,
+                self.prefixes,
+                num_blocks=options.state_blocks,
+                num_tokens=options.state_blocks * self.block_size // self.groups.num_groups,
+                grid=grid,
             )
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool

@@ -459,6 +459,7 @@ class SequenceStates:
 
     __slots__ = (
         "keeps_ends",
+        "last_position",
         "load_ids",
         "origin",
         "pending",
@@ -475,10 +476,12 @@ class SequenceStates:
         """Positions at which the prompt gets a snapshot, in descending order."""
         self.pending: dict[int, bytes] = {}
         """The digests of these snapshots, as long as they are not made."""
+        self.last_position = 0
+        """The position of the last snapshot of its prompt."""
         self.keeps_ends = True
         """Whether the sequence makes snapshots while decoding."""
         self.repeats_output = False
-        """Whether its prompt continues the output of another sequence."""
+        """Whether its prompt continues the output of another sequence, as the next turn may."""
         self.replaced: list[tuple[int, BlockKey]] = []
         """The blocks that the next snapshot of a decode replaces, with their keys."""
         self.prompt_keys: list[BlockKey] = []

@@ -36,6 +36,8 @@ _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""
 _GRIDS_PER_PROMPT = 128
 """The most distance of the snapshots of a prompt, in units of the grid."""
+_LEAST_PART = 16
+"""A snapshot saves at least a 16th of the tokens that its blocks would have room for."""
 _MOST_WAITS = 16
 """The most steps for which a sequence waits for a snapshot that another is about to make."""
 _MOST_TURNS = 4096
@@ -82,6 +84,7 @@ class StateCopier:
         "_first_live",
         "_grid",
         "_held",
+        "_least_saved",
         "_num_pending",
         "_prefixes",
         "_turns",
@@ -95,15 +98,26 @@ class StateCopier:
     )
 
     def __init__(
-        self, device: DeviceTier, prefixes: PrefixCache, *, num_blocks: int, grid: int
+        self,
+        device: DeviceTier,
+        prefixes: PrefixCache,
+        *,
+        num_blocks: int,
+        num_tokens: int,
+        grid: int,
     ) -> None:
-        """A state has `num_blocks`; `grid` is a multiple of the block size."""
+        """A state has `num_blocks`, which would have room for keys and values of `num_tokens`.
+
+        `grid` is a multiple of the block size.
+        """
         self._device = device
         self._prefixes = prefixes
         self._grid = grid
         self._first_live = device.pool.num_blocks
         self.num_blocks = num_blocks
         """Blocks of a state."""
+        self._least_saved = num_tokens // _LEAST_PART
+        """The distance from which on a snapshot is worth its blocks."""
         self._copies: list[BlockCopy] = []
         """Copies on the device in the plan that is being made."""
         self._evictions: list[BlockCopy] = []
@@ -225,6 +239,8 @@ class StateCopier:
         states = sequence.blocks.states
         assert states is not None
         is_due = self._device.is_enabled and states.keeps_ends and position % interval == 0
+        if not states.repeats_output:
+            is_due &= position >= states.last_position + self._least_saved
         if not self._begin_tokens(sequence) and is_due:
             self.saves.append(Save(sequence, position, SnapshotKind.DECODE))
         next_position = (position // interval + 1) * interval
@@ -266,10 +282,12 @@ class StateCopier:
             self._forget_replaced(states)
         keys = list(self._prefixes.state_keys(sequence, save.position))
         parts = [part for part, key in enumerate(keys) if device.find_block(key) is None]
-        if not parts:
-            return
         if len(parts) > device.pool.num_free:
             self.num_skipped += 1
+            return
+        if save.kind is not SnapshotKind.DECODE:
+            states.last_position = save.position
+        if not parts:
             return
         if save.kind is not SnapshotKind.SHARED:
             self._note_end(states, keys, save.kind)
@@ -320,8 +338,8 @@ class StateCopier:
         self._remember(keys, SnapshotKind.CONTINUED)
         self._evict_first(turn.other_keys)
         states.origin = keys
-        states.repeats_output = turn.kind is SnapshotKind.DECODE
-        states.keeps_ends = states.repeats_output or continues_output
+        states.repeats_output = continues_output or turn.kind is SnapshotKind.DECODE
+        states.keeps_ends = states.repeats_output
 
     def _forget_replaced(self, states: SequenceStates) -> None:
         """Free the last snapshot of a decoding sequence, which the next replaces."""
@@ -368,13 +386,12 @@ class StateCopier:
         """Return the positions at which the rest of a prompt gets snapshots, the last first."""
         grid, first = self._grid, sequence.num_computed
         request, num_tokens = sequence.active.request, sequence.num_prompt_tokens
-        lengths = {min(length, num_tokens) for length in request.anchors or (num_tokens - 1,)}
-        if request.sampling.n > 1:
-            lengths.add(num_tokens - 1)
-        lengths.add(self._num_known(sequence))
+        anchors = [min(length, num_tokens) for length in request.anchors or (num_tokens - 1,)]
+        ends = {max(anchors)} | ({num_tokens - 1} if request.sampling.n > 1 else set())
         found, last = list[int](), first // grid * grid
-        for position in sorted({length // grid * grid for length in lengths}):
-            if position > first:
+        for length in sorted({*anchors, *ends, self._num_known(sequence)}):
+            position = length // grid * grid
+            if position > last and (length in ends or position >= last + self._least_saved):
                 found += self._between(last, position)
                 found.append(position)
                 last = position

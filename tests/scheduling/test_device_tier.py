@@ -86,6 +86,16 @@ def test_first_of_two_equal_blocks_is_known() -> None:
     assert len(cache) == 1
 
 
+def test_block_that_is_computed_again_is_evicted_last() -> None:
+    cache = make_cache()
+    keys = [cache.key_after(ROOT, tokens(number, 0)) for number in range(3)]
+    for block, key in enumerate(keys):
+        cache.add_block(key, block)
+        cache.pool.release(block)
+    assert not cache.add_block(keys[0], 5)
+    assert list(cache.pool.idle_blocks) == [1, 2, 0]
+
+
 def test_forgotten_block_is_not_found() -> None:
     cache = make_cache()
     key = cache.key_after(cache.root("a"), tokens(1, 2))

@@ -36,6 +36,7 @@ def make_harness(
     preemption: Preemption = "auto",
     windows: tuple[int | None, ...] = (None,),
     enable_prefix_cache: bool = True,
+    state_blocks: int = 3,
 ) -> Harness:
     return Harness(
         block_size=16,
@@ -48,7 +49,7 @@ def make_harness(
         preemption=preemption,
         windows=windows,
         enable_prefix_cache=enable_prefix_cache,
-        state_blocks=3,
+        state_blocks=state_blocks,
         state_grid=GRID,
     )
 
@@ -95,6 +96,15 @@ def test_prompts_with_a_common_beginning_find_its_branch_point_from_the_third_on
     assert cached == [0, 0, 64, 64]
     # The second saw 96 cached tokens, the third computed 32 of them again.
     assert states_of(harness).num_unreused_tokens == 96 + 32 + 32
+
+
+def test_a_branch_point_that_saves_few_tokens_is_not_kept() -> None:
+    # A snapshot takes the blocks of 2 048 tokens, and must save 128.
+    harness = make_harness(num_blocks=2000, state_blocks=128)
+    for num_shared, num_found in ((120, 0), (130, 128)):
+        shared = tokens(num_shared, num_shared)
+        cached = [run(harness, shared + tokens(seed, 200)) for seed in range(3)]
+        assert cached == [0, 0, num_found]
 
 
 def test_prompts_wait_for_the_branch_point_that_another_is_about_to_keep() -> None:
@@ -162,6 +172,17 @@ def test_a_conversation_that_repeats_its_output_keeps_no_end_of_its_prompts() ->
     # The end of the first prompt, and of each output.
     assert [16 * one for one in found][:1] == [128]
     assert len(found) == 5
+
+
+def test_short_outputs_are_kept_once_a_turn_has_repeated_its_output() -> None:
+    # In the first turn, a snapshot must be 136 tokens behind that of the prompt.
+    harness, conversation = make_harness(num_blocks=1000, state_blocks=136), tokens(1, 130)
+    num_unreused = []
+    for turn in range(3):
+        num_unreused.append(len(conversation) - run(harness, conversation, max_tokens=140))
+        conversation += output_of(harness, turn) + tokens(10 + turn, 30)
+    assert num_unreused[1] == 130 + 140 + 30 - 128
+    assert num_unreused[2] <= 30 + 128
 
 
 def test_a_conversation_that_drops_its_output_makes_no_snapshots_while_it_decodes() -> None:
@@ -416,9 +437,11 @@ def test_windows_and_states_find_the_longest_prefix_that_has_both() -> None:
     assert run(harness, shared + tokens(4, 100)) == 256
 
 
-def test_conversations_find_nearly_as_many_tokens_as_without_states() -> None:
+@pytest.mark.parametrize("num_blocks", [40_000, 9000])
+def test_conversations_find_nearly_as_many_tokens_as_without_states(num_blocks: int) -> None:
     load = ConversationLoad(num_conversations=20, num_system_prompts=4, duration_s=60.0)
     dense, found = (
-        part_reused(load, num_blocks=40_000, state_blocks=state_blocks) for state_blocks in (0, 197)
+        part_reused(load, num_blocks=num_blocks, state_blocks=state_blocks)
+        for state_blocks in (0, 197)
     )
     assert found >= 0.97 * dense
