@@ -389,10 +389,10 @@ class KvManager:
             if not loads:
                 live_state = self.cpu_pool.allocate_all(self.states.num_blocks)
                 self.states.evict_live(sequence, live_state)
+                # Anything may overwrite the live state at once.
+                self._pin_copied(step, [], live_state)
         targets = self.cpu_pool.allocate_all(len(sources))
         self._pin_copied(step, sources, targets)
-        # Anything may overwrite the live state at once.
-        self._pin_copied(step, [], live_state)
         self.release(sequence)
         swapped = Swapped(
             cpu_ids=_filled(table, targets[:num_live]),
@@ -537,13 +537,13 @@ class KvManager:
         num_released, size = 0, self.block_size
         ends = blocks.num_known, sequence.num_prompt_tokens // size
         likely = [(self.groups.num_dead(end * size), end) for end in ends]
+        # A snapshot of a state may need any of the others.
+        drops_unlikely = self.groups.num_full and self.states is None
         for group, dead in enumerate(self.groups.num_dead(sequence.num_computed)):
             for index in range(blocks.num_dead[group], dead):
                 place = index * num_groups + group
                 block, blocks.ids[place] = blocks.ids[place], NO_BLOCK
-                if self.groups.num_full and not any(
-                    first[group] <= index < end for first, end in likely
-                ):
+                if drops_unlikely and not any(first[group] <= index < end for first, end in likely):
                     self.device.release_unlikely(block)
                     num_released += 1
                     continue

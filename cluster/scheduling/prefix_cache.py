@@ -389,8 +389,10 @@ class PrefixCache:
         keys, first = sequence.blocks.keys, sequence.blocks.num_verified
         every_group = range(self._groups.num_groups)
         found = [group_key(key, group) for key in keys for group in every_group]
-        for num_entries in range(self._grid_entries, len(keys) + 1, self._grid_entries):
-            found += self.state_keys(sequence, num_entries * self.block_size)
+        if self._num_state_blocks:
+            for num_entries in range(self._grid_entries, len(keys) + 1, self._grid_entries):
+                if self._has_state(keys[num_entries - 1]):
+                    found += self.state_keys(sequence, num_entries * self.block_size)
         for key in found:
             self._cpu.forget_key(key)
             if self._disk is not None:
@@ -400,6 +402,15 @@ class PrefixCache:
                 self._device.forget_block(block)
         if first < len(keys):
             self._device.invalidate_key(self.parent_of(sequence, first), keys[first])
+
+    def _has_state(self, key: BlockKey) -> bool:
+        """Return whether a tier has the first or the last part of the state behind a block."""
+        return any(
+            self._device.find_block(one) is not None
+            or self._cpu.has_key(one)
+            or (self._disk is not None and self._disk.has_key(one))
+            for one in (state_key(key, 0), state_key(key, self._num_state_blocks - 1))
+        )
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Return the blocks of known tokens that may be shared: one token is left to compute.

@@ -356,7 +356,8 @@ class StateCopier:
             self._evict_first(keys)
 
     def _evict_first(self, keys: list[BlockKey]) -> None:
-        for block in map(self._device.find_block, keys):
+        # The first part is looked up first, so it is evicted before the others.
+        for block in map(self._device.find_block, reversed(keys)):
             if block is not None:
                 self._device.pool.age(block)
 

@@ -294,6 +294,10 @@ StateCopier.release: blocks of a state that was not loaded are lost
 - self._device.pool.release(block)
 + pass
 
+DeviceTier.add_block: a block in use may be evicted after its tokens were computed again
+- self.pool.touch(self._block_of[key.digest])
++ self.pool._idle[self._block_of[key.digest]] = None
+
 StateCopier._forget_replaced: a replaced snapshot is found while another takes its place
 - self._device.forget_block(block)
 + self._device.pool.discard(block)
