@@ -458,6 +458,7 @@ class SequenceStates:
     """The snapshots of a sequence that has device blocks."""
 
     __slots__ = (
+        "chunk_keys",
         "keeps_ends",
         "last_position",
         "load_ids",
@@ -484,6 +485,8 @@ class SequenceStates:
         """Whether its prompt continues the output of another sequence, as the next turn may."""
         self.replaced: list[tuple[int, BlockKey]] = []
         """The blocks that the next snapshot of a decode replaces, with their keys."""
+        self.chunk_keys: list[BlockKey] = []
+        """The keys of its last snapshot at a long distance from the snapshot before."""
         self.prompt_keys: list[BlockKey] = []
         """The keys of the snapshot of the end of its prompt."""
         self.origin: list[BlockKey] = []

@@ -55,6 +55,8 @@ class SnapshotKind(Enum):
     """The end of a turn that a single other turn has continued."""
     SHARED = auto()
     """A position that several sequences have in common."""
+    CHUNK = auto()
+    """A part of a long prompt, for prompts that diverge before the next such part."""
 
 
 @dataclass(slots=True, eq=False)
@@ -170,13 +172,14 @@ class StateCopier:
             self.num_loaded += 1
         num_unreused = self._num_known(sequence) - sequence.num_computed
         self.num_unreused_tokens += num_unreused
-        self.resume(sequence, load_ids)
+        states = self.resume(sequence, load_ids)
+        states.last_position = sequence.num_computed
         # Siblings, and sequences that start again, find snapshots of their own request.
         if load_ids and sequence.active.is_queued:
             self._note_turn(sequence, continues_output=num_unreused >= self._grid)
 
-    def resume(self, sequence: Sequence, load_ids: list[int]) -> None:
-        """Do the same for a sequence that comes back from the CPU pool."""
+    def resume(self, sequence: Sequence, load_ids: list[int]) -> SequenceStates:
+        """Do the same for a sequence that comes back from the CPU pool, and return its states."""
         states = sequence.blocks.states = SequenceStates(load_ids)
         if self._device.is_enabled:
             states.wanted = self._wanted(sequence)
@@ -184,6 +187,7 @@ class StateCopier:
                 digest = next(self._prefixes.state_keys(sequence, position)).digest
                 states.pending[position] = digest
                 self._num_pending[digest] = self._num_pending.get(digest, 0) + 1
+        return states
 
     def release(self, sequence: Sequence) -> None:
         """Release the blocks of a state that was not copied to its row yet."""
@@ -261,8 +265,11 @@ class StateCopier:
         if states.load_ids:
             self._load(sequence, states)
         elif is_wanted:
-            is_end = not wanted or wanted[0] <= position
-            kind = SnapshotKind.PROMPT if is_end else SnapshotKind.SHARED
+            kind = SnapshotKind.SHARED
+            if not wanted:
+                kind = SnapshotKind.PROMPT
+            elif position == states.last_position + _GRIDS_PER_PROMPT * self._grid:
+                kind = SnapshotKind.CHUNK
             self.saves.append(Save(sequence, position, kind))
         else:
             return False
@@ -289,7 +296,10 @@ class StateCopier:
             states.last_position = save.position
         if not parts:
             return
-        if save.kind is not SnapshotKind.SHARED:
+        if save.kind is SnapshotKind.CHUNK:
+            self._evict_first(states.chunk_keys)
+            states.chunk_keys = keys
+        elif save.kind is not SnapshotKind.SHARED:
             self._note_end(states, keys, save.kind)
         is_prompt = save.kind is SnapshotKind.PROMPT
         is_replaced = save.kind is SnapshotKind.DECODE or (is_prompt and states.repeats_output)

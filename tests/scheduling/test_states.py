@@ -320,9 +320,12 @@ def test_long_prompts_have_snapshots_at_long_distances() -> None:
         state_blocks=1,
         state_grid=4,
     )
+    run(harness, tokens(2, 10))
     run(harness, tokens(1, 1200))
     assert {512, 1024, 1196} <= set(chunk_ends(harness))
-    assert states_of(harness).num_saved == 3
+    assert states_of(harness).num_saved == 4
+    kv, keys = harness.scheduler._kv, harness.sequences[1].blocks.keys
+    assert next(iter(kv.pool.idle_blocks)) == kv.device.find_block(state_key(keys[511], 0))
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
