@@ -365,7 +365,6 @@ def row_expert_sums(
         # The interpreter has no inline assembly.
         "unpacks": x.is_cuda,
         "is_dependent": can_depend(x.device),
-        "tile_columns": _TILE_COLUMNS,
         "tile": _TILE_BYTES // gate_up.element_size(),
         "vector": VECTOR_BYTES // gate_up.element_size(),
         "num_warps": _NUM_WARPS,
@@ -377,7 +376,9 @@ def row_expert_sums(
     if is_small and down.dtype.itemsize == 2 and can_depend(x.device):
         num_lines = next_power_of_two(triton.cdiv(down.shape[2], _LINE.value))
     alpha, limit = stored.clamp or (0.0, 0.0)
-    _gate_up_rows[(triton.cdiv(inner_size, _TILE_COLUMNS), num_rows * num_chosen)](
+    # Without a gate, a program has twice the columns, so that it reads as much.
+    input_columns = 2 * _TILE_COLUMNS * inner_size // stored.num_columns
+    _gate_up_rows[(triton.cdiv(inner_size, input_columns), num_rows * num_chosen)](
         x,
         gate_up,
         gate_up if stored.gate_up_scales is None else stored.gate_up_scales,
@@ -390,8 +391,9 @@ def row_expert_sums(
         activation=stored.gate,
         alpha=alpha,
         limit=limit,
-        num_columns=gate_up.shape[1],
+        num_columns=stored.num_columns,
         row_size=gate_up.shape[2],
+        tile_columns=input_columns,
         **common,
     )
     _down_rows[(triton.cdiv(hidden_size, _TILE_COLUMNS), num_rows)](
@@ -407,5 +409,6 @@ def row_expert_sums(
         adds=adds,
         num_lines=num_lines,
         row_size=down.shape[2],
+        tile_columns=_TILE_COLUMNS,
         **common,
     )
