@@ -25,18 +25,22 @@ BEFORE = {
     "min",
     "minimum",
     "num_programs",
+    "prefetch_outputs",
     "program_id",
     "to",
     "weight_vectors",
     "zeros",
 }
-"""What a kernel may call before it waits: nothing that reads or writes but the read of weights."""
+"""What a kernel may call before it waits: nothing that reads or writes but the read of weights, and
+nothing that depends on other reads but what is fetched into a cache."""
 UPLOADED = {
     "attend_item": {"item", "item_words", "row_words", "positions", "slots"},
     "_write_new_tokens": {"positions", "slots", "token", "entries", "half"},
     "_add_normed": {"norm", "output_norm", "other_norm", "first", "scale"},
+    "_step": {"rows", "segment", "states"},
 }
-"""Pointers (and sizes) by which kernels read what was uploaded before the step, or weights."""
+"""Pointers (and sizes) by which kernels read what was uploaded before the step, weights, or what
+only earlier steps wrote."""
 LOADS = {"load", "_row"}
 PLACES = {"first_row", "is_vector", "only", "rows"}
 """What was so read, and says where to read more."""

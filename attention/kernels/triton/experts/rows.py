@@ -120,7 +120,7 @@ def _gate_up_rows(
     inner `[num_pairs, inner_size]`; experts `[num_pairs]`.
     """
     # The next kernel starts once the experts are known.
-    wait_for_inputs(is_dependent, False)
+    wait_for_inputs(is_dependent, starts_next=False)
     start_next_kernel(is_dependent)
     pair = tl.program_id(1)
     expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
@@ -229,6 +229,39 @@ def _joined_products(
     return sums
 
 
+@triton.jit
+def prefetch_outputs(
+    down: tl.tensor,
+    experts: tl.tensor,
+    first_expert: tl.tensor,
+    read: tl.tensor,
+    num_chosen: tl.constexpr,
+    hidden_size: tl.constexpr,
+    row_size: tl.constexpr,
+    num_experts: tl.constexpr,
+    num_lines: tl.constexpr,
+) -> None:
+    """Read the weights of some columns of a row's experts into the L2 cache, and nothing else.
+
+    The experts may still be written, so that weights are read that nothing needs; `num_lines` is
+    that of a column, or more. Pointer of the row: experts.
+    """
+    for index in tl.static_range(num_chosen):
+        # Later loads of the experts must not find these in the L1 cache.
+        expert = (tl.load(experts + index, cache_modifier=".cg") - first_expert).to(tl.int64)
+        is_ours = (expert >= 0) & (expert < num_experts)
+        lines = tl.minimum(tl.arange(0, num_lines) * _LINE, row_size - 1)
+        places = expert * (hidden_size * row_size) + read[:, None] * row_size + lines[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(down + tl.where(is_ours, places, 0)).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["first_expert"])
 def _down_rows(
     inner: tl.tensor,
@@ -266,22 +299,18 @@ def _down_rows(
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     read = tl.minimum(columns, hidden_size - 1)
     if num_lines > 0:
-        for index in tl.static_range(num_chosen):
-            # The product loads the expert again: this is a hint, and must not fill the L1 cache.
-            expert = tl.load(experts + row * num_chosen + index, cache_modifier=".cg")
-            expert = (expert - first_expert).to(tl.int64)
-            is_ours = (expert >= 0) & (expert < num_experts)
-            lines = tl.minimum(tl.arange(0, num_lines) * _LINE, row_size - 1)
-            places = expert * (hidden_size * row_size) + read[:, None] * row_size + lines[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [(down + tl.where(is_ours, places, 0)).to(tl.int64)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-    wait_for_inputs(is_dependent, False)
+        prefetch_outputs(
+            down,
+            experts + row * num_chosen,
+            first_expert,
+            read,
+            num_chosen,
+            hidden_size,
+            row_size,
+            num_experts,
+            num_lines,
+        )
+    wait_for_inputs(is_dependent, starts_next=False)
     start_next_kernel(is_dependent)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     if kind == "plain":
