@@ -29,6 +29,8 @@ __all__ = [
     "Preemption",
     "QuantizationMethod",
     "SchedulerConfig",
+    "SpeculationConfig",
+    "SpeculationMethod",
     "StepLimits",
 ]
 
@@ -41,6 +43,7 @@ PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
+SpeculationMethod = Literal["ngram"]
 
 
 _MOST_THREADS = 4096
@@ -193,6 +196,29 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How the next tokens of sequences are guessed, for steps to verify several at once."""
+
+    num_speculative_tokens: int
+    """Maximum number of guessed tokens of a sequence in a step."""
+    method: SpeculationMethod = "ngram"
+    """`ngram` guesses that a sequence goes on as after an earlier occurrence of its last tokens."""
+    prompt_lookup_min: int = 2
+    """Minimum number of these tokens."""
+    prompt_lookup_max: int = 4
+    """Maximum number of these tokens; longer matches are preferred."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        _check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise StartupError(
+                f"prompt_lookup_max must be at least prompt_lookup_min, "
+                f"{self.prompt_lookup_min}, not {self.prompt_lookup_max}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """The ranks of a replica and the executor that drives them."""
 
@@ -242,6 +268,8 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    speculation: SpeculationConfig | None = None
+    """None computes one token of a sequence after the other."""
     load_format: LoadFormat = "auto"
     """`dummy` initializes random weights and reads no tensor."""
     attention_backend: str = "auto"

@@ -7,7 +7,9 @@ import re
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+import msgspec
 
 from pagedray.config import (
     AllReduce,
@@ -23,6 +25,8 @@ from pagedray.config import (
     Preemption,
     QuantizationMethod,
     SchedulerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
 )
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.files import has_file
@@ -116,6 +120,7 @@ class EngineOptions:
     trust_request_chat_template: bool = _DEFAULTS["trust_request_chat_template"]
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None  # Any: JSON
+    speculative_config: dict[str, Any] | None = None  # Any: JSON
     revision: str | None = None
     tokenizer: str | None = None
     """Must be the model; the tokenizer of the model is always used."""
@@ -159,6 +164,7 @@ def engine_config(
         cache=_config_from(CacheConfig, options),
         scheduler=_config_from(SchedulerConfig, options),
         parallel=parallel,
+        speculation=speculation_config(options.speculative_config),
         load_format=options.load_format,
         attention_backend=_own_backend(options.attention_backend),
         enforce_eager=options.enforce_eager,
@@ -174,6 +180,35 @@ def engine_config(
         # vLLM's clients write -1 for a random seed.
         seed=None if options.seed == -1 else options.seed,
     )
+
+
+def speculation_config(given: Mapping[str, object] | None) -> SpeculationConfig | None:
+    """Return the configuration of speculation of vLLM's fields. Raises StartupError."""
+    if not given:
+        return None
+    chosen = {name: value for name, value in given.items() if value is not None}
+    method = chosen.setdefault("method", "a draft model" if "model" in chosen else "ngram")
+    if method not in get_args(SpeculationMethod):
+        raise StartupError(
+            f"speculative_config.method {method!s:.80} is not supported; use ngram, which guesses "
+            "tokens from the sequence itself."
+        )
+    known = {field.name for field in fields(SpeculationConfig)}
+    for name in chosen:
+        if name not in known:
+            raise StartupError(
+                f"speculative_config.{name:.80} is not supported; the fields are "
+                f"{', '.join(sorted(known))}."
+            )
+    lengths = [chosen.get(name) for name in ("prompt_lookup_min", "prompt_lookup_max")]
+    if lengths[0] is None and lengths[1] is not None:
+        chosen["prompt_lookup_min"] = lengths[1]
+    if lengths[1] is None and lengths[0] is not None:
+        chosen["prompt_lookup_max"] = lengths[0]
+    try:
+        return msgspec.convert(chosen, SpeculationConfig)
+    except msgspec.ValidationError as error:
+        raise StartupError(f"speculative_config is invalid: {error}.") from None
 
 
 def full_name(model: str | Path, options: EngineOptions) -> str | Path:

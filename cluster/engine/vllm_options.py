@@ -66,7 +66,7 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
 }
 """vLLM's values of our options; None selects the default."""
 _COUNTS = ("max_model_len", "max_num_batched_tokens")
-_OBJECTS = ("hf_overrides", "override_generation_config")
+_OBJECTS = ("hf_overrides", "override_generation_config", "speculative_config")
 _LENGTH = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([kKmMgG]?)")
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -106,7 +106,7 @@ _PREFIXES = "all full blocks of prefixes are cached, and the oldest are evicted 
 _PROCESSES = "scheduler and frontends run in threads of the server"
 _HEADS = "heads of requests have fixed limits"
 _FINGERPRINTS = "responses have no system_fingerprint"
-_SPECULATION = "speculative decoding is not available"
+_SPECULATION = "use speculative_config"
 _CLIENT = "it is a flag of clients, such as pagedray chat"
 _LOG_FORMAT = "use --log-format and --log-level"
 
@@ -325,7 +325,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     "fault_tolerance_config watchdog_config",
                     _SLEEP: "sleep_mode_backend sleep_preserve_parameter_names",
                     _SPECULATION: "num_lookahead_slots per_request_spec_decode_metrics "
-                    "spec_method spec_model spec_tokens speculative_config",
+                    "spec_method spec_model spec_tokens",
                     "the operating system places threads; numactl can bind the server": (
                         "numa_bind_cpus numa_bind_nodes"
                     ),

@@ -179,6 +179,8 @@ class LLMOptions(TypedDict, total=False):
     """`auto`, `none`, or a folder with a generation_config.json for the default parameters."""
     override_generation_config: dict[str, object] | None
     """Default parameters that take precedence over generation_config.json."""
+    speculative_config: dict[str, object] | None
+    """How next tokens are guessed, such as {"method": "ngram", "num_speculative_tokens": 4}."""
     revision: str | None
     """Branch, tag or commit of a model on the Hub."""
     tokenizer: str | None

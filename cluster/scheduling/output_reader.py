@@ -5,22 +5,25 @@ It does not know the plans in flight: the scheduler passes the plan of an output
 
 from __future__ import annotations
 
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Running, Sequence
-from pagedray.batch import PromptLogprobs, StepOutput, StepPlan
+from cluster.scheduling.speculation import Chain
+from pagedray.batch import PromptLogprobs, StepOutput, StepPlan, TokenLogprobs
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+    from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.fault_recovery import FaultRecovery
     from cluster.scheduling.kv_manager import KvManager
     from cluster.scheduling.sequence_table import SequenceTable
+    from cluster.scheduling.speculation import Speculator
 
 __all__ = ["InFlightStep", "OutputReader", "PromptLogprobsBuffer"]
 
@@ -28,7 +31,14 @@ __all__ = ["InFlightStep", "OutputReader", "PromptLogprobsBuffer"]
 class OutputReader:
     """Applies outputs to the sequences of their plans."""
 
-    __slots__ = ("_prefixes", "_prompt_logprobs", "_recovery", "_table", "num_nonfinite_sequences")
+    __slots__ = (
+        "_prefixes",
+        "_prompt_logprobs",
+        "_recovery",
+        "_speculator",
+        "_table",
+        "num_nonfinite_sequences",
+    )
 
     def __init__(
         self,
@@ -37,8 +47,10 @@ class OutputReader:
         *,
         recovery: FaultRecovery,
         prompt_logprobs: PromptLogprobsBuffer,
+        speculator: Speculator | None,
     ) -> None:
         self._prefixes = kv.prefixes
+        self._speculator = speculator
         self._table = sequence_table
         self._recovery = recovery
         self._prompt_logprobs = prompt_logprobs
@@ -50,6 +62,8 @@ class OutputReader:
         events = self._append_tokens(in_flight, output)
         if len(events) < len(in_flight.sampled):
             self._forget_ended(in_flight, output)
+        if in_flight.chains:
+            events += self._read_chains(in_flight, output)
         if self._prompt_logprobs.requests:
             self._prompt_logprobs.keep(in_flight.prompt_logprob_rows, output.prompt_logprobs)
             events = [self._prompt_logprobs.add_to(event) for event in events]
@@ -75,8 +89,10 @@ class OutputReader:
         finished, stop = FINISHED, FinishReason.STOP
         logprobs = [() if one is None else (one,) for one in output.logprobs]
         events: list[TokenEvent] = []
+        # The tokens of chains follow.
+        is_whole = not in_flight.chains
         for sequence, token_id, found in zip(
-            sampled, output.token_ids, logprobs or repeat((), len(sampled)), strict=True
+            sampled, output.token_ids, logprobs or repeat((), len(sampled)), strict=is_whole
         ):
             # A token is discarded if the previous step ended its sequence, or lost a token of it.
             if sequence.state is finished or (late and sequence in late):
@@ -110,6 +126,61 @@ class OutputReader:
                 self._recovery.note_fault(sequence, error)
         return events
 
+    def _read_chains(self, in_flight: InFlightStep, output: StepOutput) -> list[TokenEvent]:
+        """Append the tokens of chains up to the token that follows the last right draft."""
+        events: list[TokenEvent] = []
+        end = len(in_flight.sampled)
+        for chain in in_flight.chains:
+            sequence, first = chain.sequence, end
+            end = first + len(chain.draft_ids) + 1
+            token_ids = output.token_ids[first:end]
+            num_accepted = _num_equal(chain.draft_ids, token_ids)
+            if sequence.state is FINISHED:
+                if token_ids[num_accepted] < 0:
+                    self._prefixes.forget_blocks(sequence)
+                continue
+            sequence.refuse_drafts(len(chain.draft_ids) - num_accepted)
+            if sequence.request_id in self._recovery.faulty_ids:
+                continue
+            if self._speculator is not None:
+                self._speculator.note_chain(chain, num_accepted)
+            logprobs = [one for one in output.logprobs[first:end] if one is not None]
+            try:
+                events += self._append_chain(sequence, token_ids[: num_accepted + 1], logprobs)
+            except Exception as error:
+                self._recovery.note_fault(sequence, error)
+        return events
+
+    def _append_chain(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs]
+    ) -> Iterator[TokenEvent]:
+        """Append tokens until the sequence ends, and yield its events."""
+        reason, number = None, 0
+        # Only the last token can be none.
+        for token_id in token_ids if token_ids[-1] >= 0 else token_ids[:-1]:
+            sequence.token_ids.append(token_id)
+            sequence.share.time += sequence.active.token_cost
+            number += 1
+            is_stop = token_id in sequence.stop_token_ids
+            if len(sequence.token_ids) >= sequence.recheck_at or is_stop:
+                reason = self._examine(sequence, token_id)
+            if reason is not None:
+                break
+        if number:
+            yield TokenEvent(
+                sequence.request_id,
+                sequence.index,
+                tuple(token_ids[:number]),
+                tuple(logprobs[:number]),
+                reason,
+                token_ids[number - 1] if reason is FinishReason.STOP else None,
+                sequence.active.num_cached_tokens,
+                sequence.num_prompt_tokens,
+                sequence.active.started_s,
+            )
+        if reason is None and token_ids[-1] < 0:
+            yield self._end_nonfinite(sequence)
+
     def _examine(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Handle a sequence's last token; return why the sequence ends, if it does."""
         if isinstance(sequence.state, Running):
@@ -134,10 +205,16 @@ class OutputReader:
 
     def _forget_ended(self, in_flight: InFlightStep, output: StepOutput) -> None:
         """Forget the blocks of sequences that ended with logits that were not finite."""
-        for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=True):
+        for sequence, token_id in zip(in_flight.sampled, output.token_ids, strict=False):
             is_ended = token_id < 0 and sequence.state is FINISHED
             if is_ended and sequence not in in_flight.late:
                 self._prefixes.forget_blocks(sequence)
+
+
+def _num_equal(draft_ids: AnySequence[int], token_ids: AnySequence[int]) -> int:
+    """Return how many drafts are the tokens that were sampled."""
+    pairs = zip(draft_ids, token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class InFlightStep(msgspec.Struct, frozen=True):
@@ -153,6 +230,14 @@ class InFlightStep(msgspec.Struct, frozen=True):
     """Sequences by row with log-probabilities of their prompts in the step."""
     masked: list[Sequence]
     """Sampled sequences with a masked token."""
+    chains: list[Chain] = []
+    """Sequences with drafts, which follow the other sampled sequences. No plan is made before their
+    output is known."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the step samples."""
+        return len(self.sampled) + sum(len(chain.draft_ids) + 1 for chain in self.chains)
 
 
 class PromptLogprobsBuffer:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.fair_queue import Share
     from cluster.scheduling.kv_manager import KvManager
     from cluster.scheduling.sequence_table import SequenceTable
+    from cluster.scheduling.speculation import Chain, Speculator
     from pagedray.batch import TextBatch
     from pagedray.config import SchedulerConfig
 
@@ -52,8 +53,10 @@ class Planner:
         config: SchedulerConfig,
         swap_costs: SwapCosts,
         pace: StepPace | None,
+        speculator: Speculator | None = None,
     ) -> None:
         """Without a pace, steps may take any time."""
+        self._speculator = speculator
         self._kv = kv
         self._states = kv.states
         self._pace = pace
@@ -74,8 +77,13 @@ class Planner:
         """Sequences preempted by dropping their blocks, since the start."""
         return self._preemptor.num_recompute_preemptions
 
-    def draft_plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
-        """Return the draft of `step`, which may be empty."""
+    def draft_plan(
+        self, step: int, *, acknowledged_step: int, may_speculate: bool = False
+    ) -> PlanDraft:
+        """Return the draft of `step`, which may be empty.
+
+        `may_speculate` is true if all tokens sampled so far are known.
+        """
         budget = StepBudget(step, num_tokens=self._max_num_tokens)
         draft = budget.draft
         table = self._table
@@ -97,6 +105,8 @@ class Planner:
             self._swap_in(budget, acknowledged_step)
         if prefills or table.waiting:
             self._plan_prompts(prefills, budget)
+        if self._speculator is not None and may_speculate and draft.decodes:
+            self._plan_chains(self._speculator, budget)
         if draft.prefilled:
             self._register(budget)
         if self._states is not None:
@@ -170,6 +180,47 @@ class Planner:
         if self._states is not None:
             self._states.begin_decode(sequence)
         return True
+
+    def _plan_chains(self, speculator: Speculator, budget: StepBudget) -> None:
+        """Give decodes drafts with the tokens and rows that are left."""
+        draft = budget.draft
+        num_rows = len(draft.decodes) + len(draft.chunks) + len(draft.singles)
+        room = min(budget.num_tokens, self._table.num_rows - num_rows)
+        if self._pace is not None:
+            room = min(room, int(self._pace.num_tokens(0)))
+        for chain in speculator.buy_drafts(draft.decodes, num_rows=num_rows, room=room):
+            with Blame(chain.sequence):
+                num_drafts = self._hold_chain(chain, budget)
+            if num_drafts:
+                draft.chains.append(chain._replace(draft_ids=chain.draft_ids[:num_drafts]))
+                budget.num_tokens -= num_drafts
+                chain.sequence.num_computed += num_drafts
+        if draft.chains:
+            chained = {chain.sequence for chain in draft.chains}
+            draft.decodes = [one for one in draft.decodes if one not in chained]
+            draft.decode_positions = [one.num_computed - 1 for one in draft.decodes]
+
+    def _hold_chain(self, chain: Chain, budget: StepBudget) -> int:
+        """Give a chain blocks that nothing else needs; return how many drafts have room."""
+        sequence, blocks = chain.sequence, chain.sequence.blocks
+        end = chain.position + 1 + len(chain.draft_ids)
+        # The first token of the chain sees all blocks of its window.
+        sequence.num_computed = chain.position
+        while blocks.num_slots < end and self._has_spare_blocks:
+            added = self._kv.append(sequence)
+            if added is None:
+                break
+            budget.draft.growing_rows.append(sequence.state.row)
+            budget.draft.new_block_ids += added
+        sequence.num_computed = chain.position + 1
+        return min(end, blocks.num_slots) - sequence.num_computed
+
+    @property
+    def _has_spare_blocks(self) -> bool:
+        """Whether drafts may take blocks: each running sequence can have another block."""
+        num_needed = len(self._table.running) * self._kv.groups.num_groups
+        is_reserved = self._preemptor.guard.is_reserved
+        return not is_reserved and self._kv.pool.num_free > num_needed
 
     def _plan_prompts(self, prefills: list[Sequence], budget: StepBudget) -> None:
         """Compute prompts and start waiting sequences, of the least served tenant first."""
@@ -440,6 +491,7 @@ class PlanDraft:
     """The parts of a plan that are decided so far."""
 
     __slots__ = (
+        "chains",
         "chunk_samples",
         "chunks",
         "copies",
@@ -478,8 +530,10 @@ class PlanDraft:
         """Sequences that compute their last token."""
         self.decode_positions: list[int] = []
         """The positions of these tokens."""
+        self.chains: list[Chain] = []
+        """Decodes with drafts."""
         self.growing_rows: list[int] = []
-        """The rows of `decodes` that get a new block."""
+        """The rows of `decodes` and `chains` that get a new block, once for each."""
         self.new_block_ids: list[int] = []
         """The blocks that each of these rows gets, in each group."""
         self.chunks: list[SequencePlan] = []
@@ -496,12 +550,13 @@ class PlanDraft:
     @property
     def is_empty(self) -> bool:
         """Whether the plan would have no effect."""
-        steps = self.decodes or self.singles or self.chunks or self.starts or self.texts
+        decodes = self.decodes or self.chains
+        steps = decodes or self.singles or self.chunks or self.starts or self.texts
         return not (steps or self.swap_outs or self.disk_reads)
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences that sample a token, in the order of the output."""
+        """The sequences that sample a single token, in the order of the output."""
         if not self.prefilled:
             return self.decodes
         return self.chunk_samples + self.single_samples + self.decodes
@@ -541,16 +596,18 @@ class PlanDraft:
 
     def build_plan(self) -> StepPlan:
         """Return the plan: chunks of several tokens, then of a single token, then decodes."""
+        rows = [sequence.state.row for sequence in self.decodes]
+        positions, draft_ids = self.decode_positions, list[int]()
+        for chain in self.chains:
+            num_tokens = len(chain.draft_ids) + 1
+            rows += [chain.sequence.state.row] * num_tokens
+            positions += range(chain.position, chain.position + num_tokens)
+            draft_ids += chain.draft_ids
         return StepPlan(
             self.step,
             self.chunks + self.singles,
             self.starts,
-            Decodes.pack(
-                [sequence.state.row for sequence in self.decodes],
-                self.decode_positions,
-                self.growing_rows,
-                self.new_block_ids,
-            ),
+            Decodes.pack(rows, positions, self.growing_rows, self.new_block_ids, draft_ids),
             self.swap_outs,
             self.swap_ins + self.restores,
             self.copies,

@@ -3,6 +3,8 @@
 The scheduler makes the plan of step k + 1 before it has seen the tokens of step k. The
 number of sampled tokens is known in advance, so no sequence exceeds its limit; the tokens
 are not, so a stop token is found one step late and the token of that step is discarded.
+The exception are steps with drafts, of which a sequence may get any number of tokens: no
+plan is made until their tokens are known.
 
 It has no clock and no thread: times are arguments, and callers hold a lock.
 """
@@ -23,6 +25,7 @@ from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptL
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
+from cluster.scheduling.speculation import Speculator
 from cluster.scheduling.stats import SchedulerStats, cache_counts
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.planner import PlanDraft
     from pagedray.batch import DiskReport, StepOutput, StepPlan
-    from pagedray.config import SchedulerConfig
+    from pagedray.config import SchedulerConfig, SpeculationConfig
 
 __all__ = ["MAX_PLANS_IN_FLIGHT", "Deadlines", "PreparedPrompt", "Scheduler", "SchedulerStats"]
 
@@ -60,7 +63,14 @@ class Scheduler:
 
     max_plans_in_flight = MAX_PLANS_IN_FLIGHT
 
-    def __init__(self, *, config: SchedulerConfig, kv: KvOptions, max_model_len: int) -> None:
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        kv: KvOptions,
+        max_model_len: int,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:
         self._max_model_len = max_model_len
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
@@ -85,8 +95,17 @@ class Scheduler:
         self._cost_meter = None
         if has_choice or pace is not None:
             self._cost_meter = CostMeter(step_times, self._swap_costs, pace)
+        self._speculator: Speculator | None = None
+        # A recurrent state cannot lose the tokens behind a wrong draft.
+        if speculation is not None and self._kv.states is None:
+            self._speculator = Speculator(speculation)
         self._planner = Planner(
-            self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=pace
+            self._kv,
+            self._table,
+            config=config,
+            swap_costs=self._swap_costs,
+            pace=pace,
+            speculator=self._speculator,
         )
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines(self._table.requests)
@@ -95,7 +114,11 @@ class Scheduler:
         self._num_arrivals = 0
         self._prompt_logprobs = PromptLogprobsBuffer()
         self._outputs = OutputReader(
-            self._kv, self._table, recovery=self._recovery, prompt_logprobs=self._prompt_logprobs
+            self._kv,
+            self._table,
+            recovery=self._recovery,
+            prompt_logprobs=self._prompt_logprobs,
+            speculator=self._speculator,
         )
         self._has_structures = False
         self._deferred: list[Sequence] = []
@@ -171,6 +194,9 @@ class Scheduler:
             for sequence in active.sequences:
                 if sequence.masks is not None:
                     sequence.masks.defer_all()
+        if self._speculator is not None:
+            for sequence in active.sequences:
+                self._speculator.open_sequence(sequence)
         self._table.add_request(active)
         self._prompt_logprobs.add_request(active)
         self._deadlines.add_request(request)
@@ -221,7 +247,8 @@ class Scheduler:
         """
         lengths: dict[str, dict[int, int]] = {}
         for in_flight in self._in_flight:
-            for sequence in (*in_flight.prefilled, *in_flight.sampled):
+            chained = [chain.sequence for chain in in_flight.chains]
+            for sequence in (*in_flight.prefilled, *in_flight.sampled, *chained):
                 known = lengths.setdefault(sequence.request_id, {})
                 known[sequence.index] = len(sequence.token_ids)
         return lengths
@@ -251,6 +278,8 @@ class Scheduler:
         """
         if len(self._in_flight) == self.max_plans_in_flight or self._recovery.needs_repair:
             return None
+        if self._speculator is not None and self._waits_for_tokens(self._speculator):
+            return None
         draft = self._draft_plan()
         if draft.deferred:
             self._deferred += [one for one in draft.deferred if one not in self._deferred]
@@ -262,7 +291,9 @@ class Scheduler:
         sampled = draft.sampled
         masked = [one for one in sampled if one.is_masked] if self._has_structures else []
         self._in_flight.append(
-            InFlightStep(plan, sampled, draft.prefilled, [], prompt_logprob_rows, masked)
+            InFlightStep(
+                plan, sampled, draft.prefilled, [], prompt_logprob_rows, masked, draft.chains
+            )
         )
         self._step += 1
         self._num_steps += 1
@@ -279,6 +310,8 @@ class Scheduler:
         in_flight = self._in_flight.popleft()
         if self._cost_meter is not None:
             self._cost_meter.note_output(in_flight.plan, output)
+        if self._speculator is not None and output.forward_s and not in_flight.plan.chunks:
+            self._speculator.times.note(len(in_flight.plan.decodes), output.forward_s)
         return self._outputs.read_output(in_flight, output)
 
     def masked_step(self) -> MaskedStep | None:
@@ -385,18 +418,29 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
+            speculation=None if self._speculator is None else self._speculator.stats(),
             **cache_counts(self._kv),
         )
 
+    def _waits_for_tokens(self, speculator: Speculator) -> bool:
+        """Return whether the next plan waits for the tokens of the plan in flight."""
+        if not self._in_flight:
+            return False
+        return bool(self._in_flight[-1].chains) or speculator.is_worth_waiting(self._table.running)
+
     def _draft_plan(self) -> PlanDraft:
-        return self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
+        return self._planner.draft_plan(
+            self._step,
+            acknowledged_step=self._acknowledged_step,
+            may_speculate=not self._in_flight,
+        )
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""
         if not self._in_flight or output.step != self._in_flight[0].plan.step:
             due = f"step {self._in_flight[0].plan.step}" if self._in_flight else "none"
             raise WorkerError(f"Received the output of step {output.step}, but expected {due}.")
-        num_sampled = len(self._in_flight[0].sampled)
+        num_sampled = self._in_flight[0].num_sampled
         if len(output.token_ids) != num_sampled or len(output.logprobs) not in (0, num_sampled):
             raise WorkerError(
                 f"Step {output.step} samples {num_sampled} tokens but its output has "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from operator import le
+from itertools import accumulate, islice
+from operator import le, mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.device_tier import BlockKey
@@ -30,6 +31,7 @@ __all__ = [
     "Running",
     "Sequence",
     "SequenceBlocks",
+    "SequenceDrafts",
     "SequenceMasks",
     "SequenceState",
     "SequenceStates",
@@ -182,6 +184,7 @@ class Sequence:
     __slots__ = (
         "active",
         "blocks",
+        "drafts",
         "index",
         "is_prefill",
         "masks",
@@ -253,6 +256,8 @@ class Sequence:
         mask_start = active.request.mask_start
         self.masks = None if mask_start is None else SequenceMasks(mask_start)
         """None if it samples without masks from its next token on."""
+        self.drafts: SequenceDrafts | None = None
+        """None if it has no drafts."""
 
         self.blocks = SequenceBlocks()
         """Changed by the KV manager, like `recheck_at`."""
@@ -390,6 +395,14 @@ class Sequence:
         """Whether the mask of its next token, which no plan samples, is to be made."""
         return self.is_deferred and self.lacks_mask and not self.num_pending
 
+    def refuse_drafts(self, number: int) -> None:
+        """Take back the last tokens that were planned, which follow a wrong draft."""
+        if self.is_prefill:
+            # It has lost its blocks meanwhile.
+            self.prefill_end -= number
+        else:
+            self.num_computed -= number
+
     def forget_computed(self) -> None:
         """Mark all known tokens as not computed."""
         self.prefill_end = self.length
@@ -430,6 +443,34 @@ class SequenceMasks:
             self.num_deferred = _NUM_DEFERRED
         elif self.num_deferred and not self.is_strict:
             self.num_deferred -= 1
+
+
+class SequenceDrafts:
+    """How well the drafts of a sequence have been guessed."""
+
+    __slots__ = ("_guess", "rates")
+
+    def __init__(self, rates: list[float]) -> None:
+        self.rates = rates
+        """How likely the draft at each place of a chain is right if those before it are."""
+        self._guess = (0, 0)
+        """The index of a token that was not known when it was guessed, and the guess."""
+
+    def survivals(self, num_drafts: int) -> list[float]:
+        """Return how likely each of the first drafts of a chain is accepted."""
+        return list(accumulate(islice(self.rates, num_drafts), mul))
+
+    def note_guess(self, index: int, token_id: int) -> None:
+        """Remember a guess of a token that is being sampled."""
+        self._guess = index, token_id
+
+    def take_guess(self, token_ids: AnySequence[int]) -> bool | None:
+        """Return whether the last guess was right, once; None if that is not known."""
+        index, token_id = self._guess
+        if not index or index >= len(token_ids):
+            return None
+        self._guess = 0, 0
+        return token_ids[index] == token_id
 
 
 class FailedAdmission(NamedTuple):

@@ -9,7 +9,27 @@ import msgspec
 if TYPE_CHECKING:
     from cluster.scheduling.kv_manager import KvManager
 
-__all__ = ["SchedulerStats", "cache_counts"]
+__all__ = ["SchedulerStats", "SpeculationStats", "cache_counts"]
+
+
+class SpeculationStats(msgspec.Struct, frozen=True):
+    """Counters of drafts."""
+
+    num_chains: int
+    """Times that a step verified drafts of a sequence; the next field counts these drafts."""
+    num_draft_tokens: int
+    num_accepted_at: tuple[int, ...]
+    """Drafts that were right, by their place among the drafts of a sequence."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that were right."""
+        return sum(self.num_accepted_at)
+
+    @property
+    def num_refused_tokens(self) -> int:
+        """Drafts that were not right."""
+        return self.num_draft_tokens - self.num_accepted_tokens
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +106,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_swapped_out_blocks: int = 0
     """Blocks of preempted sequences copied to the CPU pool; the next field counts copies back."""
     num_swapped_in_blocks: int = 0
+    speculation: SpeculationStats | None = None
+    """None if sequences have no drafts."""
 
 
 def cache_counts(kv: KvManager) -> dict[str, int]:

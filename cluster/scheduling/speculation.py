@@ -1,0 +1,264 @@
+"""Drafts: guesses of the next tokens of sequences, which a step computes with their last tokens.
+
+A draft costs a row of a step, and saves a step if it is right. Drafters guess; the speculator
+predicts how likely guesses are right and how long steps take, and buys the guesses that make the
+engine faster. Which tokens are sampled does not depend on any of this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from cluster.scheduling.sequence import Sequence, SequenceDrafts
+from cluster.scheduling.stats import SpeculationStats
+from pagedray.batch import TOKEN_ID_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as AnySequence
+
+    from pagedray.config import SpeculationConfig
+
+__all__ = ["Chain", "Drafter", "NgramDrafter", "RowTimes", "Speculator"]
+
+_FIRST_RATE = 0.6
+"""How likely a draft is right as long as none was verified."""
+_SEQUENCE_WEIGHT = 0.15
+"""Weight of a draft in the rates of its sequence; the next is that in the rates of all."""
+_COMMON_WEIGHT = 0.01
+_TIME_WEIGHT = 0.2
+"""Weight of a step in the time of its number of rows."""
+_NUM_STEPS_KEPT = 2000
+"""Steps after which the time of a number of rows is measured again."""
+_UNKNOWN_ROW = 0.005
+"""The time that a row is assumed to add to a step as long as that is not measured, in steps."""
+_GAP_S = 0.0003
+"""Time between steps without a plan that was made ahead."""
+_MOST_WAITING = 64
+"""Running sequences up to which a plan may wait for the tokens of the step before."""
+
+
+class Chain(NamedTuple):
+    """A sequence with drafts in a plan."""
+
+    sequence: Sequence
+    position: int
+    """The position of its last known token, which the plan computes too."""
+    draft_ids: AnySequence[int]
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences."""
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        """Return guesses of the tokens that follow the known tokens, at most `limit`."""
+
+
+class NgramDrafter:
+    """Guesses that the tokens after the last n-gram are those after its previous occurrence."""
+
+    def __init__(self, *, shortest: int, longest: int) -> None:
+        """N-grams have `shortest` to `longest` tokens; longer n-grams are preferred."""
+        self._sizes = range(longest, shortest - 1, -1)
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        token_ids = sequence.token_ids
+        packed = token_ids.tobytes()
+        for size in self._sizes:
+            if size >= len(token_ids):
+                continue
+            first = _find_last(packed, packed[-size * TOKEN_ID_BYTES :])
+            if first >= 0:
+                return _continued(token_ids, first + size, limit)
+        return ()
+
+
+def _find_last(packed: bytes, pattern: bytes) -> int:
+    """Return the token at which a pattern occurs last before the end of packed tokens, or -1."""
+    end = len(packed) - TOKEN_ID_BYTES
+    while (place := packed.rfind(pattern, 0, end)) >= 0:
+        if place % TOKEN_ID_BYTES == 0:
+            return place // TOKEN_ID_BYTES
+        end = place + len(pattern) - 1
+    return -1
+
+
+def _continued(token_ids: AnySequence[int], first: int, limit: int) -> AnySequence[int]:
+    """Return `limit` tokens from `first` on; behind the last token, they are repeated."""
+    tokens = list(token_ids[first : first + limit])
+    period = len(tokens)
+    while len(tokens) < limit:
+        tokens.append(tokens[-period])
+    return tokens
+
+
+class RowTimes:
+    """The time of steps by number of rows, as measured.
+
+    A straight line would not do: kernels take as long for a few rows as for the largest number of
+    rows of the same launch.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, tuple[float, int]] = {}
+        """The time of steps of a size, and the step that measured it last."""
+        self._seen: set[int] = set()
+        self._num_steps = 0
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Note the duration of a step of decodes."""
+        size = _size_of(num_rows)
+        self._num_steps += 1
+        if size not in self._seen:
+            # The first step of a size may capture a graph or compile a kernel.
+            self._seen.add(size)
+            return
+        before, _ = self._times.get(size, (seconds, 0))
+        # A single step may take any time.
+        change = min(seconds, 2 * before) - before
+        self._times[size] = before + _TIME_WEIGHT * change, self._num_steps
+
+    def time_of(self, num_rows: int) -> float:
+        """Return the predicted duration of a step of decodes, in seconds; 1 if none is known."""
+        size = _size_of(num_rows)
+        known = self._times.get(size)
+        if known is not None and self._num_steps - known[1] < _NUM_STEPS_KEPT:
+            return known[0]
+        below = max((other for other in self._times if other < size), default=0)
+        above = min((other for other in self._times if other > size), default=0)
+        if not below:
+            return self._times[above][0] if above else 1.0
+        least = self._times[below][0]
+        if not above:
+            return least * (1 + _UNKNOWN_ROW * (size - below))
+        part = (size - below) / (above - below)
+        return least + part * max(self._times[above][0] - least, 0.0)
+
+
+def _size_of(num_rows: int) -> int:
+    """Return the number of rows that is measured for a number of rows, as graphs are padded."""
+    return num_rows if num_rows <= 8 else -(-num_rows // 8) * 8
+
+
+class _Offer(NamedTuple):
+    """Drafts that may be bought."""
+
+    sequence: Sequence
+    drafts: SequenceDrafts
+    draft_ids: AnySequence[int]
+    survivals: list[float]
+
+
+class Speculator:
+    """Decides which drafts are computed; without a drafter's guesses there are none."""
+
+    def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
+        self.drafter = drafter or NgramDrafter(
+            shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max
+        )
+        self._num_drafts = config.num_speculative_tokens
+        self._rates = [_FIRST_RATE] * self._num_drafts
+        """The rates of all sequences, with which a sequence begins."""
+        self.times = RowTimes()
+        self.num_chains = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_at = [0] * self._num_drafts
+
+    def open_sequence(self, sequence: Sequence) -> None:
+        """Let a sequence have drafts, unless it samples under masks."""
+        if sequence.masks is None:
+            sequence.drafts = SequenceDrafts(self._rates.copy())
+
+    def is_worth_waiting(self, running: AnySequence[Sequence]) -> bool:
+        """Return whether the next plan should wait for the tokens that are being sampled.
+
+        With these tokens, it can have drafts.
+        """
+        if len(running) > _MOST_WAITING:
+            return False
+        offers = []
+        for sequence in running:
+            drafts = sequence.drafts
+            if drafts is None or sequence.is_prefill or sequence.num_pending != 1:
+                continue
+            self._settle_guess(sequence, drafts)
+            limit = self._limit_of(sequence, len(sequence.token_ids) + 1)
+            proposed = self.drafter.propose(sequence, limit + 1) if limit > 0 else ()
+            if proposed:
+                drafts.note_guess(len(sequence.token_ids), proposed[0])
+                survivals = drafts.survivals(len(proposed) - 1)
+                pending = [drafts.rates[0] * survival for survival in survivals]
+                offers.append(_Offer(sequence, drafts, proposed[1:], pending))
+        return bool(self._chosen(offers, num_rows=len(running), room=len(offers)))
+
+    def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
+        """Return the drafts worth their time, at most `room`, of sequences that a plan decodes.
+
+        All of their tokens are known. The plan has `num_rows` rows without drafts.
+        """
+        offers = []
+        for sequence in sequences:
+            drafts = sequence.drafts
+            if drafts is None:
+                continue
+            self._settle_guess(sequence, drafts)
+            limit = self._limit_of(sequence, len(sequence.token_ids))
+            proposed = self.drafter.propose(sequence, limit) if limit > 0 else ()
+            if proposed:
+                survivals = drafts.survivals(len(proposed))
+                offers.append(_Offer(sequence, drafts, proposed, survivals))
+        chosen = self._chosen(offers, num_rows=num_rows, room=room)
+        return [
+            Chain(offer.sequence, len(offer.sequence.token_ids) - 1, offer.draft_ids[:number])
+            for index, offer in enumerate(offers)
+            if (number := chosen[index])
+        ]
+
+    def note_chain(self, chain: Chain, num_accepted: int) -> None:
+        """Note how many drafts of a chain were right."""
+        drafts = chain.sequence.drafts
+        assert drafts is not None
+        self.num_chains += 1
+        self.num_draft_tokens += len(chain.draft_ids)
+        for place in range(min(num_accepted + 1, len(chain.draft_ids))):
+            self._note_draft(drafts, place, is_right=place < num_accepted)
+            self.num_accepted_at[place] += place < num_accepted
+
+    def stats(self) -> SpeculationStats:
+        """Return a snapshot of the counters."""
+        return SpeculationStats(self.num_chains, self.num_draft_tokens, tuple(self.num_accepted_at))
+
+    def _settle_guess(self, sequence: Sequence, drafts: SequenceDrafts) -> None:
+        """Learn from a guess that no step has verified."""
+        is_right = drafts.take_guess(sequence.token_ids)
+        if is_right is not None:
+            self._note_draft(drafts, 0, is_right=is_right)
+
+    def _note_draft(self, drafts: SequenceDrafts, place: int, *, is_right: bool) -> None:
+        rates, common = drafts.rates, self._rates
+        rates[place] += _SEQUENCE_WEIGHT * (is_right - rates[place])
+        common[place] += _COMMON_WEIGHT * (is_right - common[place])
+
+    def _limit_of(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many drafts a sequence of this many tokens may have."""
+        # A chain samples one token more than it has drafts.
+        return min(self._num_drafts, sequence.max_length - num_tokens - 1)
+
+    def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> Counter[int]:
+        """Return how many drafts of each offer, by index, give the most tokens per second."""
+        candidates = sorted(
+            (
+                (-survival, index)
+                for index, offer in enumerate(offers)
+                for survival in offer.survivals
+            ),
+        )[: max(room, 0)]
+        num_best, num_tokens = 0, float(num_rows)
+        best_rate = num_rows / self.times.time_of(num_rows)
+        for number, (loss, _) in enumerate(candidates, 1):
+            num_tokens -= loss
+            rate = num_tokens / (self.times.time_of(num_rows + number) + _GAP_S)
+            if rate > best_rate:
+                num_best, best_rate = number, rate
+        return Counter(index for _, index in candidates[:num_best])
