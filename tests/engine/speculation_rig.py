@@ -1,0 +1,142 @@
+"""Drafters of tests, parameters of every kind, and an engine that verifies every draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.scheduling.speculation import Drafter, NgramDrafter, RowTimes, Speculator
+from pagedray import LLM, SamplingParams
+from pagedray.sampling_params import Structure
+
+if TYPE_CHECKING:
+    from cluster.scheduling.sequence import Sequence as ScheduledSequence
+
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+VOCAB_SIZE = 2048
+NUM_DRAFTS = 5
+_TEXT = """Return the median (middle value) of numeric data.
+
+    When the number of data points is odd, return the middle data point.
+    When the number of data points is even, the median is interpolated by
+    taking the average of the two middle values:
+"""
+PROMPTS = [
+    _TEXT + "    >>> median([1, 3, 5])\n    3\n    >>> median(",
+    _TEXT + "def median(data):\n    data = sorted(data)\n    n = len(data)\n    if n == 0:\n",
+    "The list of values is sorted in",
+]
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy without end": {"temperature": 0.0, "ignore_eos": True},
+    "one token": {"temperature": 0.0, "max_tokens": 1},
+    "two tokens": {"temperature": 0.0, "max_tokens": 2},
+    "temperature": {"temperature": 0.7},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k": {"temperature": 0.8, "top_k": 20},
+    "min_p": {"temperature": 0.8, "min_p": 0.05},
+    "penalties": {
+        "temperature": 0.5,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.05,
+    },
+    "bad words": {"temperature": 0.0, "bad_words": ["the", " of the", "data", " a list"]},
+    "bias": {"temperature": 0.3, "logit_bias": {9: 3.0, 20: -100.0}},
+    "allowed tokens": {"temperature": 0.9, "allowed_token_ids": list(range(5, 40))},
+    "min_tokens": {"temperature": 0.3, "min_tokens": 20, "stop_token_ids": [10, 11, 12, 13]},
+    "logprobs": {"temperature": 0.7, "logprobs": 3},
+    "prompt_logprobs": {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
+    "n": {"temperature": 0.6, "n": 3},
+    "stop strings": {"temperature": 0.0, "stop": [" the ", "\n\n", "):"]},
+    "long stop string": {"temperature": 0.5, "stop": ["the first"], "logprobs": 0},
+    "structure": {"temperature": 0.4, "structure": Structure(kind="regex", text="[a-z ]{30}")},
+}
+
+
+class RandomDrafter:
+    """Guesses any tokens."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(7)
+
+    def propose(self, sequence: ScheduledSequence, limit: int) -> Sequence[int]:
+        number = self._rng.randrange(limit + 1)
+        return [self._rng.randrange(VOCAB_SIZE) for _ in range(number)]
+
+
+class OracleDrafter:
+    """Knows the tokens of sequences, and guesses some wrong."""
+
+    def __init__(self, known: Sequence[Sequence[int]], *, wrong: float = 0.0) -> None:
+        """`known` are whole sequences, prompts included."""
+        self._known = [tuple(one) for one in known]
+        self._wrong = wrong
+        self._rng = random.Random(8)
+
+    def propose(self, sequence: ScheduledSequence, limit: int) -> Sequence[int]:
+        tokens = tuple(sequence.token_ids)
+        for known in self._known:
+            if known[: len(tokens)] == tokens:
+                drafts = known[len(tokens) : len(tokens) + limit]
+                return [
+                    self._rng.randrange(VOCAB_SIZE) if self._rng.random() < self._wrong else one
+                    for one in drafts
+                ]
+        return ()
+
+
+class _FreeDrafts(RowTimes):
+    """Steps of any number of rows take the same time, so all drafts are worth it."""
+
+    def time_of(self, num_rows: int) -> float:
+        return 1.0
+
+
+def ngrams() -> Drafter:
+    return NgramDrafter(shortest=1, longest=3)
+
+
+@contextmanager
+def open_llm(*, speculates: bool, **options: Any) -> Iterator[LLM]:  # Any: options of any type
+    """Open an engine in this process, by default."""
+    config = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
+    options = {"executor": "local", "num_threads": 1, "device": "cpu"} | options
+    with LLM(
+        TINY_LLAMA,
+        show_progress=False,
+        speculative_config=config if speculates else None,
+        **options,
+    ) as llm:
+        if speculates:
+            speculator_of(llm).times = _FreeDrafts()
+        yield llm
+
+
+def speculator_of(llm: LLM) -> Speculator:
+    speculator = llm._engine._scheduler._speculator
+    assert speculator is not None
+    return speculator
+
+
+def answers(llm: LLM, names: Sequence[str], *, max_tokens: int = 30) -> list[list[Any]]:
+    """Return all that a client sees of the completions with these parameters, by prompt."""
+    prompts, params = [], []
+    for seed, name in enumerate(names):
+        for prompt in PROMPTS:
+            prompts.append(prompt)
+            params.append(
+                SamplingParams(**{"max_tokens": max_tokens, **PARAMETERS[name]}, seed=seed)
+            )
+    generations = llm.generate(prompts, params, use_tqdm=False)
+    return [[one.prompt_token_ids, one.prompt_logprobs, one.outputs] for one in generations]
+
+
+def sequences_of(found: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Return the tokens of completions, behind their prompts."""
+    return [
+        [*prompt, *completion.token_ids] for prompt, _, outputs in found for completion in outputs
+    ]

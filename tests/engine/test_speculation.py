@@ -1,0 +1,78 @@
+"""Completions with drafts are those without drafts, whatever the drafts and the parameters are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagedray import LLM
+from tests.engine.speculation_rig import (
+    PARAMETERS,
+    OracleDrafter,
+    RandomDrafter,
+    answers,
+    ngrams,
+    open_llm,
+    sequences_of,
+    speculator_of,
+)
+
+if TYPE_CHECKING:
+    from cluster.scheduling.speculation import Drafter
+
+NAMES = list(PARAMETERS)
+# About 20 sequences share the blocks of three, so that some are preempted again and again.
+TIGHT = {"block_size": 4, "num_blocks": 300, "max_model_len": 300, "max_num_batched_tokens": 64}
+ENGINES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "swap": {**TIGHT, "preemption": "swap", "num_cpu_blocks": 500},
+    "recompute": {**TIGHT, "preemption": "recompute", "num_cpu_blocks": 0},
+    "few free rows": {"max_num_seqs": 66, "enable_prefix_cache": False},
+}
+
+
+def drafters(expected: list[list[int]]) -> dict[str, Drafter]:
+    return {
+        "n-grams": ngrams(),
+        "random": RandomDrafter(),
+        "oracle": OracleDrafter(expected),
+        "some wrong": OracleDrafter(expected, wrong=0.3),
+    }
+
+
+def checked(llm: LLM, drafter: Drafter, expected: list[list[Any]]) -> int:
+    """Check the completions with a drafter, and return the number of accepted drafts."""
+    speculator = speculator_of(llm)
+    speculator.drafter = drafter
+    before = speculator.stats()
+    for name, found, wanted in zip(NAMES, answers(llm, NAMES), expected, strict=False):
+        assert found == wanted, name
+    after = speculator.stats()
+    assert after.num_draft_tokens > before.num_draft_tokens
+    return after.num_accepted_tokens - before.num_accepted_tokens
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_completions_with_drafts_are_those_without(engine: str) -> None:
+    with open_llm(speculates=False, **ENGINES[engine]) as plain:
+        expected = answers(plain, NAMES)
+        num_steps = plain._engine.stats().num_steps
+    with open_llm(speculates=True, **ENGINES[engine]) as llm:
+        num_accepted, num_oracle_steps = dict[str, int](), 0
+        for name, drafter in drafters(sequences_of(expected)).items():
+            first = llm._engine.stats().num_steps
+            num_accepted[name] = checked(llm, drafter, expected)
+            if name == "oracle":
+                num_oracle_steps = llm._engine.stats().num_steps - first
+        stats = llm._engine.stats()
+    assert num_accepted["random"] < num_accepted["n-grams"] < num_accepted["oracle"]
+    assert num_oracle_steps < num_steps
+    scheduler = stats.scheduler
+    preempted = {
+        "swap": scheduler.num_swap_preemptions,
+        "recompute": scheduler.num_recompute_preemptions,
+    }
+    assert preempted.get(engine, 1) > 0
+    assert scheduler.num_free_blocks == scheduler.num_blocks
