@@ -63,6 +63,8 @@ class AttentionBatch:
     """Slot of each token, including padding, `[num_tokens]`; -1 if it is not written."""
     encoder: EncoderBatch | None = None
     """The encoder tokens of the step, for models with an encoder and a decoder."""
+    has_chains: bool = False
+    """Whether all sequences are decodes, and some see tokens that others compute."""
     other_groups: tuple["AttentionBatch", ...] = ()
     """The step in the blocks of each group of layers after the first. Only lengths, block tables
     and slots differ."""

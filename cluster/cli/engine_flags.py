@@ -71,7 +71,6 @@ _SHORT: Mapping[str, str] = {
     "optimization_level": "-O",
     "pipeline_parallel_size": "-pp",
     "prefill_context_parallel_size": "-pcp",
-    "speculative_config": "-sc",
 }
 _OPTION = re.compile(r"(?<!-)\b(?:task|quantization|[a-z]+(?:_[a-z]+)+)\b")
 _DEST = "ignored_flags"
@@ -221,6 +220,14 @@ _GROUPS = {
             "preemption",
             "Swap preempted sequences to CPU blocks or recompute them; auto selects the cheaper.",
             get_args(Preemption),
+        ),
+        Flag(
+            "speculative_config",
+            "JSON object of how next tokens are guessed, which changes only the speed, such as "
+            '\'{"method": "ngram", "num_speculative_tokens": 4}\'. (default: they are not)',
+            read_object,
+            "JSON",
+            aliases=("-sc",),
         ),
         Flag(
             "structure_compile_s",

@@ -106,7 +106,7 @@ _PREFIXES = "all full blocks of prefixes are cached, and the oldest are evicted 
 _PROCESSES = "scheduler and frontends run in threads of the server"
 _HEADS = "heads of requests have fixed limits"
 _FINGERPRINTS = "responses have no system_fingerprint"
-_SPECULATION = "use speculative_config"
+_SPECULATION = "speculative_config says how tokens are guessed"
 _CLIENT = "it is a flag of clients, such as pagedray chat"
 _LOG_FORMAT = "use --log-format and --log-level"
 

@@ -193,7 +193,6 @@ class Planner:
                 num_drafts = self._hold_chain(chain, budget)
             if num_drafts:
                 draft.chains.append(chain._replace(draft_ids=chain.draft_ids[:num_drafts]))
-                budget.num_tokens -= num_drafts
                 chain.sequence.num_computed += num_drafts
         if draft.chains:
             chained = {chain.sequence for chain in draft.chains}

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.scheduling.speculation import Drafter, NgramDrafter, RowTimes, Speculator
+from cluster.scheduling.speculation import Drafter, NgramDrafter, Speculator
 from pagedray import LLM, SamplingParams
 from pagedray.sampling_params import Structure
+from tests.scheduling.drafting import FreeDrafts
 
 if TYPE_CHECKING:
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
@@ -89,13 +90,6 @@ class OracleDrafter:
         return ()
 
 
-class _FreeDrafts(RowTimes):
-    """Steps of any number of rows take the same time, so all drafts are worth it."""
-
-    def time_of(self, num_rows: int) -> float:
-        return 1.0
-
-
 def ngrams() -> Drafter:
     return NgramDrafter(shortest=1, longest=3)
 
@@ -104,15 +98,16 @@ def ngrams() -> Drafter:
 def open_llm(*, speculates: bool, **options: Any) -> Iterator[LLM]:  # Any: options of any type
     """Open an engine in this process, by default."""
     config = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
-    options = {"executor": "local", "num_threads": 1, "device": "cpu"} | options
+    # Any: options of any type
+    given: dict[str, Any] = {"executor": "local", "num_threads": 1, "device": "cpu"} | options
     with LLM(
         TINY_LLAMA,
         show_progress=False,
         speculative_config=config if speculates else None,
-        **options,
+        **given,
     ) as llm:
         if speculates:
-            speculator_of(llm).times = _FreeDrafts()
+            speculator_of(llm).times = FreeDrafts()
         yield llm
 
 

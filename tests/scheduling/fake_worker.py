@@ -124,6 +124,10 @@ class _Row:
         self.block_ids = list(start.block_ids)
         self.bad: BadValue | None = None
         """What it has read or computed, if that is bad."""
+        self.bad_position = 0
+        """The position from which on what it computes is bad, if it is."""
+        self.num_spare = 0
+        """Entries that its table may have beyond its tokens, for drafts that were wrong."""
         self.has_read_hits = False
         self.next_position: int | None = None
         """The position of its next query; None before its first plan."""
@@ -132,6 +136,26 @@ class _Row:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.chain.append(next_fingerprint(self.chain[-1], token_id))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all tokens but the first."""
+        del self.token_ids[num_tokens:], self.chain[num_tokens:]
+        if self.bad is not None and self.bad_position >= num_tokens:
+            self.bad = None
+
+
+def joined(plan: StepPlan) -> list[SequencePlan]:
+    """Return the sequences of a plan, each chain of drafts as a chunk."""
+    sequences: list[SequencePlan] = []
+    for one in plan.sequences:
+        last = sequences[-1] if sequences else None
+        if last is None or last.row != one.row:
+            sequences.append(one)
+        else:
+            assert one.first_position == last.first_position + last.num_tokens
+            assert not one.new_block_ids
+            sequences[-1] = msgspec.structs.replace(last, num_tokens=last.num_tokens + 1)
+    return sequences
 
 
 @dataclass(slots=True, kw_only=True)
@@ -237,33 +261,42 @@ class FakeWorker:
         for start in plan.starts:
             self._start_row(start)
         self._copy_blocks(plan)
-        for sequence in plan.sequences:
+        sequences = joined(plan)
+        chains = self._add_drafts(plan, sequences)
+        for sequence in sequences:
             self.rows[sequence.row].block_ids += sequence.new_block_ids
         known_bad = self._known_bad.popleft()
         # Siblings share a prompt and its fate.
         started = {start.row for start in plan.starts if start.index == 0}
-        for sequence in plan.sequences:
+        for sequence in sequences:
             found = self._bad_hit(self.rows[sequence.row], sequence.first_position)
             # What was swapped out comes back as it was.
             is_new = sequence.row in started
             assert not (is_new and found in known_bad), "a block that is known to be bad was found"
-        for sequence in plan.sequences:
+        for sequence in sequences:
             self.rows[sequence.row].next_position = sequence.first_position
             self._check_state(sequence)
-        self._write(plan.sequences)
-        for sequence in plan.sequences:
+        self._write(sequences)
+        for sequence in sequences:
             self._attend(sequence)
-        for sequence in plan.sequences:
+        for sequence in sequences:
             self._take_in(sequence)
         late_rows = self.late_rows.pop(plan.step, set())
         assert not (late_rows and self.state_blocks), "a row will take a token in twice"
-        for sequence in plan.sequences:
+        for sequence in sequences:
             end = sequence.first_position + sequence.num_tokens
             self.rows[sequence.row].next_position = end - (sequence.row in late_rows)
-        sampled = [one for one in plan.sequences if one.is_sampled]
+        sampled = [one for one in sequences if one.is_sampled]
+        token_ids = []
+        for one in sampled:
+            if one.row in late_rows:
+                token_ids.append(-1)
+            elif one.row in chains:
+                token_ids += self._sample_chain(one)
+            else:
+                token_ids.append(self._sample(one))
         rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
         self.bad_outputs.append({row.bad for row in rows if row.bad is not None})
-        token_ids = [-1 if one.row in late_rows else self._sample(one) for one in sampled]
         num_copies = len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)
         self.outputs.append(
             StepOutput(
@@ -335,6 +368,20 @@ class FakeWorker:
         targets[copy.target] = [None] * self.block_size
         self._pending_swaps.append((step, sources, copy.source, targets, copy.target, content))
 
+    def _add_drafts(self, plan: StepPlan, sequences: list[SequencePlan]) -> set[int]:
+        """Add drafts to the tokens of their rows, and return these rows."""
+        draft_ids = array("i", plan.decodes.draft_ids).tolist()
+        decoded = {*array("i", plan.decodes.rows)}
+        chains = [one for one in sequences if one.row in decoded and one.num_tokens > 1]
+        assert chains == sequences[len(sequences) - len(chains) :], "chains are not the last"
+        for one in chains:
+            row = self.rows[one.row]
+            assert len(row.token_ids) == one.first_position + 1
+            for _ in range(one.num_tokens - 1):
+                row.append(draft_ids.pop(0))
+        assert not draft_ids
+        return {one.row for one in chains}
+
     def _write(self, sequences: list[SequencePlan]) -> None:
         written: set[tuple[int, int]] = set()
         for plan in sequences:
@@ -343,7 +390,8 @@ class FakeWorker:
             assert plan.num_tokens >= 1
             assert end <= len(row.token_ids), "a token is computed before it is known"
             num_groups = len(self._windows)
-            assert len(row.block_ids) == -(-end // self.block_size) * num_groups
+            num_blocks = -(-end // self.block_size) * num_groups
+            assert num_blocks <= len(row.block_ids) <= num_blocks + row.num_spare * num_groups
             for position in range(plan.first_position, end):
                 value = self._value(row, position)
                 for group in range(num_groups):
@@ -398,7 +446,7 @@ class FakeWorker:
         """Return what a row computes at its next position."""
         seed, index = row.start.seed, row.start.index
         if row.bad is None and position >= self._seeds.bad_positions.get(seed, position + 1):
-            row.bad = BadValue(seed, index)
+            row.bad, row.bad_position = BadValue(seed, index), position
         return row.chain[position] if row.bad is None else row.bad
 
     def _bad_hit(self, row: _Row, num_tokens: int) -> BadValue | None:
@@ -439,6 +487,23 @@ class FakeWorker:
         token_id = sample(row.chain[-1], seed=seed, index=index, is_eos_allowed=is_eos_allowed)
         row.append(token_id)
         return token_id
+
+    def _sample_chain(self, plan: SequencePlan) -> list[int]:
+        """Return the token after each token of a chain; the row keeps the accepted tokens."""
+        row, first = self.rows[plan.row], plan.first_position
+        drafts, bad = row.token_ids[first + 1 :], row.bad
+        row.num_spare = max(row.num_spare, len(drafts))
+        row.truncate(first + 1)
+        token_ids: list[int] = []
+        for number, draft in enumerate([*drafts, -1], 1):
+            if bad is not None and row.bad_position < first + number:
+                row.bad = bad
+            token_ids.append(self._sample(msgspec.structs.replace(plan, num_tokens=number)))
+            row.next_position = first + number
+            if token_ids[-1] != draft:
+                break
+        # Behind a wrong draft, the worker may return any tokens.
+        return token_ids + [7] * (plan.num_tokens - len(token_ids))
 
     def _slot(self, row: _Row, position: int, group: int) -> tuple[int, int]:
         entry, slot = divmod(position, self.block_size)

@@ -10,9 +10,10 @@ from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import Placed
 from pagedray.batch import DiskReport, StepPlan
-from pagedray.config import Preemption, SchedulerConfig
+from pagedray.config import Preemption, SchedulerConfig, SpeculationConfig
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
+from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
 from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords, undisturbed
 from tests.scheduling.invariants import Invariants
 
@@ -53,7 +54,10 @@ class Harness:
         windows: tuple[int | None, ...] = (None,),
         state_blocks: int = 0,
         state_grid: int = 4,
+        num_drafts: int = 0,
+        right: float = 0.7,
     ) -> None:
+        """Sequences have up to `num_drafts` drafts, each right with probability `right`."""
         self.windows = windows
         self.state_blocks = state_blocks
         self.max_model_len = max_model_len
@@ -80,7 +84,13 @@ class Harness:
                 state_grid=state_grid,
             ),
             max_model_len=max_model_len,
+            speculation=SpeculationConfig(num_speculative_tokens=num_drafts)
+            if num_drafts
+            else None,
         )
+        if (speculator := self.scheduler._speculator) is not None:
+            speculator.drafter = GuessingDrafter(0, right=right)
+            speculator.times = FreeDrafts()
         self._seeds = SeedRecords()
         self.known_bad: set[BadValue] = set()
         """What logits came from that the scheduler knows to be bad."""

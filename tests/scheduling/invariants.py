@@ -21,7 +21,14 @@ from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import SchedulerConfig
 from pagedray.request import Request
-from tests.scheduling.fake_worker import BadValue, FakeWorker, fingerprints, in_group, in_state
+from tests.scheduling.fake_worker import (
+    BadValue,
+    FakeWorker,
+    fingerprints,
+    in_group,
+    in_state,
+    joined,
+)
 
 
 class Invariants:
@@ -125,7 +132,15 @@ class Invariants:
                 assert not sequence.is_deferred
                 assert sequence.unchecked_until <= sequence.blocks.num_slots
                 assert sequence.unchecked_until < sequence.max_length
-            assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
+            num_planned = [
+                len(chain.draft_ids) + 1
+                for one in self._scheduler._in_flight
+                for chain in one.chains
+                if chain.sequence is sequence
+            ]
+            if num_planned:
+                assert [sequence.num_pending] == num_planned
+            assert 0 <= sequence.num_pending <= max(MAX_PLANS_IN_FLIGHT, *num_planned, 0)
             for place, block in enumerate(sequence.blocks.ids):
                 if block >= 0:
                     # A block never changes its group while it is owned.
@@ -164,11 +179,14 @@ class Invariants:
 
     def check_plan(self, plan: StepPlan, *, is_restricted: bool) -> None:
         """Check a plan: its size, and the order in which requests start unless some may not run."""
+        in_flight = self._scheduler._in_flight
+        assert len(in_flight) == 1 or not any(one.chains for one in in_flight)
         sizes = [sequence.num_tokens for sequence in plan.sequences]
         self._num_planned_tokens += sum(sizes)
         assert sum(sizes) <= self._max_num_batched_tokens
         assert len(sizes) <= self._max_num_seqs
-        assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
+        sequences = joined(plan)
+        assert len({sequence.row for sequence in sequences}) == len(sequences)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
         assert sizes or plan.starts or plan.swap_outs or plan.disk_reads
         targets = [copy.target for copy in plan.copies]

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,12 +27,19 @@ def draw_windows(rng: random.Random) -> tuple[int | None, ...]:
 
 
 def make_harness(
-    rng: random.Random, *, has_windows: bool = False, has_states: bool = False
+    rng: random.Random,
+    *,
+    has_windows: bool = False,
+    has_states: bool = False,
+    has_drafts: bool = False,
 ) -> Harness:
     block_size = rng.choice((1, 2, 4))
     num_blocks = rng.randint(16, 40) // block_size + 2
+    drafting: dict[str, Any] = {}  # Any: options of any type
+    if has_drafts:
+        drafting = {"num_drafts": rng.randint(1, 9), "right": rng.choice((0.3, 0.8, 0.95, 1.0))}
     if has_windows:
-        return make_windowed(rng, block_size=block_size)
+        return make_windowed(rng, block_size=block_size, **drafting)
     if has_states:
         return make_stateful(rng, block_size=block_size)
     return Harness(
@@ -47,10 +55,12 @@ def make_harness(
         enable_prefix_cache=rng.random() < 0.75,
         enable_cpu_prefix_cache=rng.random() < 0.75,
         num_disk_blocks=rng.choice((0, 3, 60)),
+        **drafting,
     )
 
 
-def make_windowed(rng: random.Random, *, block_size: int) -> Harness:
+# Any: options of any type
+def make_windowed(rng: random.Random, *, block_size: int, **options: Any) -> Harness:
     """Return a harness with several groups, and a pool that holds a few sequences."""
     windows = draw_windows(rng)
     num_tokens = rng.randint(16, 40)
@@ -72,6 +82,7 @@ def make_windowed(rng: random.Random, *, block_size: int) -> Harness:
         enable_cpu_prefix_cache=rng.random() < 0.75,
         num_disk_blocks=rng.choice((0, 3, 60)),
         windows=windows,
+        **options,
     )
 
 
@@ -237,11 +248,18 @@ def live_with_disk(
 
 
 def live(
-    seed: int, *, has_windows: bool = False, has_states: bool = False, **weights: float
+    seed: int,
+    *,
+    has_windows: bool = False,
+    has_states: bool = False,
+    has_drafts: bool = False,
+    **weights: float,
 ) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
-    harness = make_harness(rng, has_windows=has_windows, has_states=has_states)
+    harness = make_harness(
+        rng, has_windows=has_windows, has_states=has_states, has_drafts=has_drafts
+    )
     for _ in range(NUM_ACTIONS):
         act(harness, rng, **weights)
     if weights.get("restrictions"):
@@ -326,12 +344,41 @@ def test_states_on_the_disk_come_back_as_they_were() -> None:
     assert sum(one.num_read_blocks for one in stats) > 20
 
 
+def live_with_drafts(seed: int) -> Harness:
+    """Run a scheduler with drafts, some of which are wrong, and with all else that may happen."""
+    return live(
+        seed,
+        has_drafts=True,
+        has_windows=seed % 4 == 3,
+        structures=0.3 * (seed % 3 == 1),
+        restrictions=3.0 * (seed % 5 == 2),
+        bad_values=0.1 * (seed % 3 == 2),
+    )
+
+
+def test_drafts_change_no_token() -> None:
+    """The worker and the harness check it. The runs also cover every case."""
+    harnesses = [live_with_drafts(seed) for seed in range(2 * NUM_SEEDS)]
+    stats = [harness.scheduler.stats() for harness in harnesses]
+    assert sum(one.num_swap_preemptions for one in stats) > 10
+    assert sum(one.num_recompute_preemptions for one in stats) > 10
+    assert sum(one.num_hit_tokens for one in stats) > 50
+    drafts = [one.speculation for one in stats if one.speculation is not None]
+    assert sum(one.num_accepted_tokens for one in drafts) > 500
+    assert sum(one.num_refused_tokens for one in drafts) > 200
+    plans = [plan for harness in harnesses for plan in harness.plans]
+    plans = [plan for plan in plans if plan.decodes.draft_ids]
+    assert sum(len(plan.decodes.growing_rows) > 4 for plan in plans) > 50
+    assert sum(len(plan.chunks) > 0 for plan in plans) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(NUM_SEEDS, NUM_SLOW_SEEDS, 20))
 def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 20):
         live(seed)
         live_with_disk(seed)
+        live_with_drafts(seed)
         live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
         live(seed, has_windows=True, restrictions=5.0)
         live(seed, has_states=True, structures=0.4, bad_values=0.1 * (seed % 3 == 0))

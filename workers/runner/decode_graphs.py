@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
 _MAX_BATCH_SIZE = 512
+_MIN_CHAINED_SIZE = 5
+"""In smaller graphs, a kernel writes the tokens of decodes while it reads those of others."""
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -61,7 +63,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
-        _, graph = self._capture_for(num_tokens)
+        _, graph = self._capture_for(*self._sizes_of(inputs))
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
         if inputs.segments is not None:
             self._rows[:num_tokens].copy_(inputs.segments.rows)
@@ -74,11 +76,12 @@ class DecodeGraphs(StepGraphs[_Graph]):
 
     def _fits(self, inputs: StepInputs) -> bool:
         """Return whether a step has only decodes, and no more than the largest captured size."""
-        batch = inputs.attention
-        return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
+        (size,) = self._sizes_of(inputs)
+        return inputs.attention.num_prefills == 0 and size <= self._sizes[-1]
 
     def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
-        return (len(inputs.token_ids),)
+        least = _MIN_CHAINED_SIZE if inputs.attention.has_chains else 0
+        return (max(len(inputs.token_ids), least),)
 
     def _attention(self, size: int, metadata: AttentionMetadata) -> CachedAttention:
         if not self._states:

@@ -222,7 +222,13 @@ class InputBatch:
             positions=device_positions,
             logits_indices=None,
             attention=self._attention_batch(
-                rows, 0, np.ones(len(rows), dtype=np.int32), ends, rows, positions
+                rows,
+                0,
+                np.ones(len(rows), dtype=np.int32),
+                ends,
+                rows,
+                positions,
+                has_chains=bool(decodes.draft_ids),
             ),
             sampled_rows=rows,
             sampled_positions=ends,
@@ -301,6 +307,8 @@ class InputBatch:
         seq_lens: _Ints,
         token_rows: _Ints,
         positions: _Ints,
+        *,
+        has_chains: bool = False,
     ) -> AttentionBatch:
         """Return the batch of sequences in these rows, prefills first.
 
@@ -317,6 +325,7 @@ class InputBatch:
                 seq_lens=lengths,
                 block_tables=block_tables,
                 slot_mapping=group_slots,
+                has_chains=has_chains,
             )
             for group_slots, (block_tables, lengths) in zip(
                 slots, self._seen_tables(rows, query_lens, seq_lens), strict=True

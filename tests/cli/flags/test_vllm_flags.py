@@ -39,6 +39,7 @@ PLAUSIBLE = {
     "--quantization": "fp8",
     "--reasoning-parser": "qwen3",
     "--runner": "pooling",
+    "--speculative-config": "{}",
 }
 GIVEN = (
     "serve folder --port 8001 --gpu-memory-utilization 0.8 --enable-prefix-caching -tp 2 "
@@ -198,7 +199,7 @@ RECIPES = (
         "--cudagraph-capture-sizes 1 2 4 8",
         "optimization_level compilation_config cudagraph_capture_sizes",
     ),
-    ('--speculative-config {"method":"ngram","num_speculative_tokens":3}', "speculative_config"),
+    ('--speculative-config {"method":"ngram","num_speculative_tokens":3}', ""),
     ("--spec-method mtp --spec-tokens 2", "spec_method spec_tokens"),
     (
         '--allowed-origins ["*"] --allowed-methods ["*"] --uvicorn-log-level warning '

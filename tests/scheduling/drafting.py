@@ -1,0 +1,49 @@
+"""Drafters that guess what a fake worker samples, and steps in which drafts cost nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from cluster.scheduling.speculation import RowTimes
+from tests.scheduling.fake_worker import VOCAB_SIZE, fingerprints, next_fingerprint, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as AnySequence
+
+    from cluster.scheduling.sequence import Sequence
+
+
+class FreeDrafts(RowTimes):
+    """Steps of any number of rows take the same time, so every draft is worth it."""
+
+    def time_of(self, num_rows: int) -> float:
+        return 1.0
+
+
+class GuessingDrafter:
+    """Guesses the tokens of a fake worker; some guesses are wrong."""
+
+    def __init__(self, seed: int, *, right: float) -> None:
+        """`right` is the probability that a guess is right."""
+        self._rng = random.Random(seed)
+        self._right = right
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        request = sequence.active.request
+        parent = fingerprints(request.tenant, sequence.token_ids)[-1]
+        drafts: list[int] = []
+        for _ in range(self._rng.randint(0, limit)):
+            num_sampled = len(sequence.token_ids) + len(drafts) - sequence.num_prompt_tokens
+            token_id = sample(
+                parent,
+                seed=request.seed,
+                index=sequence.index,
+                is_eos_allowed=request.sampling.ignore_eos
+                or num_sampled >= request.sampling.min_tokens,
+            )
+            if self._rng.random() > self._right:
+                token_id = self._rng.randrange(VOCAB_SIZE)
+            drafts.append(token_id)
+            parent = next_fingerprint(parent, token_id)
+        return drafts
