@@ -1,0 +1,272 @@
+"""Which drafts are guessed and bought, and what the scheduler makes of their tokens."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cluster.scheduling.speculation import Chain, NgramDrafter, RowTimes, Speculator
+from pagedray.batch import StepOutput
+from pagedray.config import SpeculationConfig
+from pagedray.errors import StartupError
+from pagedray.request import FinishReason
+from tests.scheduling.drafting import GuessingDrafter
+from tests.scheduling.harness import Harness
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as AnySequence
+
+    from cluster.scheduling.sequence import Sequence
+
+CONFIG = SpeculationConfig(num_speculative_tokens=4)
+LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}  # Any: arguments of any type
+
+
+def sequence_of(token_ids: AnySequence[int]) -> Sequence:
+    """Return a sequence with these tokens."""
+    harness = Harness(max_model_len=1000, num_blocks=1000)
+    harness.add(token_ids)
+    return harness.sequences[0]
+
+
+def longest_match(tokens: list[int], shortest: int, longest: int) -> int | None:
+    """Return the end of the last earlier occurrence of the longest n-gram at the end."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                return end
+    return None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ngrams_are_found_as_by_a_search_of_all_places(seed: int) -> None:
+    rng = random.Random(seed)
+    drafter = NgramDrafter(shortest=2, longest=4)
+    num_found = 0
+    for _ in range(100):
+        # Large ids, of which bytes repeat at other offsets.
+        choices = rng.choice(([1, 256, 65536], [0, 1, 2], [7, 7 * 257, 7 * 65793]))
+        tokens = [rng.choice(choices) for _ in range(rng.randint(1, 40))]
+        limit = rng.randint(1, 6)
+        end = longest_match(tokens, 2, 4)
+        found = drafter.propose(sequence_of(tokens), limit)
+        if end is None:
+            assert not found
+            continue
+        num_found += 1
+        repeated = tokens[end:] * limit
+        assert list(found) == repeated[:limit]
+    assert num_found > 50
+
+
+def speculator(times: dict[int, float], rates: list[float] | None = None) -> Speculator:
+    """Return a speculator that knows how long steps take, and how well drafts are guessed."""
+    made = Speculator(CONFIG, GuessingDrafter(0, right=1.0))
+    for num_rows, seconds in times.items():
+        for _ in range(2):
+            made.times.note(num_rows, seconds)
+    if rates is not None:
+        made._rates = rates
+    return made
+
+
+def num_bought(made: Speculator, *, num_sequences: int, room: int = 100) -> list[int]:
+    """Return the lengths of the chains of so many sequences, in descending order."""
+
+    class Always:
+        def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+            return [1] * limit
+
+    made.drafter = Always()
+    harness = Harness(max_num_seqs=64, num_blocks=1000)
+    for _ in range(num_sequences):
+        harness.add([1, 2, 3], **LONG)
+    for sequence in harness.sequences:
+        made.open_sequence(sequence)
+    chains = made.buy_drafts(harness.sequences, num_rows=num_sequences, room=room)
+    return sorted((len(chain.draft_ids) for chain in chains), reverse=True)
+
+
+def test_drafts_are_bought_while_they_make_tokens_cheaper() -> None:
+    flat = {1: 0.010, 2: 0.0101, 4: 0.0102, 8: 0.0103, 16: 0.0104}
+    steep = {number: 0.005 + 0.005 * number for number in (1, 2, 3, 4, 5, 8, 16)}
+    good, bad = [0.9, 0.9, 0.9, 0.9], [0.1, 0.1, 0.1, 0.1]
+    assert num_bought(speculator(flat, good), num_sequences=1) == [4]
+    assert num_bought(speculator(flat, bad), num_sequences=1) == [2]
+    assert num_bought(speculator(steep, good), num_sequences=1) == [3]
+    assert num_bought(speculator(steep, bad), num_sequences=1) == []
+    # Each row of a full batch costs nearly as much as the token that it computes is worth.
+    assert num_bought(speculator({8: 0.04, 16: 0.08, 40: 0.2}, good), num_sequences=8) == []
+    assert num_bought(speculator(flat, good), num_sequences=4, room=6) == [2, 2, 1, 1]
+
+
+def test_the_gap_of_a_step_outweighs_the_drafts_of_a_few_of_many_rows() -> None:
+    flat = {8: 0.001, 16: 0.001}
+    assert num_bought(speculator(flat, [0.05] * 4), num_sequences=8) == []
+    assert num_bought(speculator(flat, [0.9] * 4), num_sequences=8) != []
+
+
+def test_rates_follow_the_drafts_of_each_sequence() -> None:
+    made = Speculator(CONFIG)
+    first, second = sequence_of([1, 2, 3]), sequence_of([1, 2, 3])
+    first_rates = made._rates[2:]
+    for sequence, num_accepted in ((second, 1), (first, 4)):
+        made.open_sequence(sequence)
+        for _ in range(40):
+            made.note_chain(Chain(sequence, 2, [1] * 4), num_accepted)
+    assert first.drafts is not None
+    assert second.drafts is not None
+    assert min(first.drafts.survivals(4)) > 0.9
+    assert second.drafts.survivals(4)[0] > 0.9
+    assert second.drafts.survivals(4)[1] < 0.05
+    # Nothing is known of drafts behind a wrong draft.
+    assert second.drafts.rates[2:] == first_rates
+    stats = made.stats()
+    assert (stats.num_chains, stats.num_draft_tokens) == (80, 320)
+    assert stats.num_accepted_at == (80, 40, 40, 40)
+    assert (stats.num_accepted_tokens, stats.num_refused_tokens) == (200, 120)
+
+
+def test_times_of_sizes_that_were_not_measured_lie_between_those_that_were() -> None:
+    times = RowTimes()
+    assert times.time_of(5) == 1.0
+    for num_rows, seconds in ((4, 9.0), (4, 0.010), (16, 9.0), (16, 0.022)):
+        # The first step of a size may be much slower.
+        times.note(num_rows, seconds)
+    assert times.time_of(4) == pytest.approx(0.010)
+    assert times.time_of(8) == pytest.approx(0.014)
+    # Graphs have sizes that are multiples of 8.
+    assert times.time_of(9) == times.time_of(16) == pytest.approx(0.022)
+    assert times.time_of(1) == pytest.approx(0.010)
+    assert 0.022 < times.time_of(24) < 0.024
+    # One slow step does not say that steps of this size are slow.
+    times.note(16, 5.0)
+    assert times.time_of(16) < 0.03
+
+
+def test_sequences_run_ahead_unless_drafts_are_likely_right() -> None:
+    harness = Harness(num_drafts=3, right=1.0)
+    harness.add([1, 2, 1, 2], **LONG)
+    made = harness.scheduler._speculator
+    assert made is not None
+    made.drafter = NgramDrafter(shortest=3, longest=4)
+    harness.plan()
+    # Nothing repeats yet, so the next plan does not wait for tokens.
+    assert len(harness.plan().decodes) == 1
+    harness.settle()
+    made.drafter = GuessingDrafter(1, right=1.0)
+    while not harness.plan().decodes.draft_ids:
+        harness.settle()
+    # The number of tokens is not known, so there is no plan before the output.
+    assert harness.schedule() is None
+    harness.drain()
+
+
+def chained(harness: Harness, *drafts: int) -> StepOutput:
+    """Plan a chain with these drafts, of the only sequence, and return the worker's output."""
+
+    class Fixed:
+        def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+            return drafts[:limit]
+
+    made = harness.scheduler._speculator
+    assert made is not None
+    harness.settle()
+    made.drafter = Fixed()
+    plan = harness.plan()
+    assert len(plan.decodes) == len(drafts) + 1
+    harness.execute()
+    return harness.worker.outputs.popleft()
+
+
+# Any: options of any type
+def started(prompt: AnySequence[int] = (1, 2, 4), **options: Any) -> Harness:
+    """Return a harness with a sequence of a prompt and one token."""
+    harness = Harness(num_drafts=4, max_model_len=50)
+    harness.add(prompt, **{**LONG, **options})
+    harness.step()
+    return harness
+
+
+def test_tokens_up_to_the_first_wrong_draft_are_one_event() -> None:
+    harness = started()
+    share = harness.sequences[0].share
+    time = share.time
+    output = chained(harness, 5, 6, 7, 8)
+    output = StepOutput(output.step, [5, 6, 9, 8, 1])
+    (event,) = harness.scheduler.update(output)
+    assert event.token_ids == (5, 6, 9)
+    assert event.finish_reason is None
+    # A tenant pays for the tokens that it receives.
+    assert share.time - time == 3.0
+    assert harness.sequences[0].num_pending == 0
+
+
+def test_a_sequence_ends_inside_a_chain() -> None:
+    harness = started(stop_token_ids=(6,))
+    output = chained(harness, 5, 6, 7, 8)
+    (event,) = harness.scheduler.update(StepOutput(output.step, [5, 6, 7, 8, 1]))
+    assert event.token_ids == (5, 6)
+    assert (event.finish_reason, event.stop_token_id) == (FinishReason.STOP, 6)
+    assert harness.scheduler._kv.pool.num_free == harness.scheduler._kv.pool.num_blocks
+
+
+def test_logits_that_are_not_finite_count_only_behind_right_drafts() -> None:
+    harness = started()
+    output = chained(harness, 5, 6, 7)
+    (event,) = harness.scheduler.update(StepOutput(output.step, [9, -1, -1, -1]))
+    assert (event.token_ids, event.finish_reason) == ((9,), None)
+    harness = started()
+    output = chained(harness, 5, 6, 7)
+    kept, end = harness.scheduler.update(StepOutput(output.step, [5, -1, 8, 9]))
+    assert (kept.token_ids, kept.finish_reason) == ((5,), None)
+    assert (end.token_ids, end.finish_reason) == ((), FinishReason.ERROR)
+    assert harness.scheduler.num_nonfinite_sequences == 1
+
+
+def test_blocks_of_an_aborted_sequence_with_bad_logits_are_forgotten() -> None:
+    harness = started(prompt=[1, 2, 4] * 3)
+    output = chained(harness, 5, 6)
+    assert len(harness.scheduler._kv.device) > 0
+    (event,) = harness.scheduler.abort_request("request-0")
+    assert event.finish_reason is FinishReason.ABORT
+    assert harness.scheduler.update(StepOutput(output.step, [5, -1, 3])) == []
+    assert len(harness.scheduler._kv.device) == 0
+
+
+def test_chains_end_at_the_maximum_length() -> None:
+    harness = started(max_tokens=4)
+    output = chained(harness, 5, 6)
+    (event,) = harness.scheduler.update(StepOutput(output.step, [5, 6, 7]))
+    assert event.token_ids == (5, 6, 7)
+    assert event.finish_reason is FinishReason.LENGTH
+
+
+def test_drafts_leave_a_block_for_each_running_sequence() -> None:
+    harness = Harness(num_drafts=8, block_size=1, num_blocks=12, max_model_len=12, right=1.0)
+    harness.add([1, 2], max_tokens=8)
+    harness.add([1, 3], max_tokens=8)
+    most = 0
+    while harness.scheduler.has_work:
+        plan = harness.schedule()
+        if plan is not None and plan.decodes.draft_ids:
+            most = max(most, len(plan.decodes.draft_ids) // 4)
+            assert harness.scheduler._kv.pool.num_free >= 2
+        harness.settle()
+    assert most > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be 1 or more, not 0"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min must be 1 or more, not 0"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_max must be at least prompt_lookup_min, 5"),
+    ],
+)
+# Any: fields of any type
+def test_wrong_configurations_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        SpeculationConfig(**{"num_speculative_tokens": 3, **fields})
