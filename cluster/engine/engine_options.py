@@ -51,6 +51,7 @@ __all__ = [
     "engine_config",
     "full_name",
     "sampling_defaults",
+    "speculation_config",
 ]
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ _DEFAULTS: dict[str, Any] = {
 _FILE = "generation_config.json"
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NONE = ("none", "vllm")
+_NGRAM_MODELS = ("ngram", "[ngram]")
+"""vLLM's other names of the method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +190,9 @@ def speculation_config(given: Mapping[str, object] | None) -> SpeculationConfig 
     if not given:
         return None
     chosen = {name: value for name, value in given.items() if value is not None}
-    method = chosen.setdefault("method", "a draft model" if "model" in chosen else "ngram")
+    if chosen.get("model") in _NGRAM_MODELS:
+        chosen["method"] = chosen.pop("model").strip("[]")
+    method = chosen.setdefault("method", "draft_model" if "model" in chosen else "ngram")
     if method not in get_args(SpeculationMethod):
         raise StartupError(
             f"speculative_config.method {method!s:.80} is not supported; use ngram, which guesses "
@@ -200,11 +205,11 @@ def speculation_config(given: Mapping[str, object] | None) -> SpeculationConfig 
                 f"speculative_config.{name:.80} is not supported; the fields are "
                 f"{', '.join(sorted(known))}."
             )
-    lengths = [chosen.get(name) for name in ("prompt_lookup_min", "prompt_lookup_max")]
-    if lengths[0] is None and lengths[1] is not None:
-        chosen["prompt_lookup_min"] = lengths[1]
-    if lengths[1] is None and lengths[0] is not None:
-        chosen["prompt_lookup_max"] = lengths[0]
+    # Of two lengths, one stands for both.
+    lengths = "prompt_lookup_min", "prompt_lookup_max"
+    for name, other in (lengths, lengths[::-1]):
+        if name in chosen:
+            chosen.setdefault(other, chosen[name])
     try:
         return msgspec.convert(chosen, SpeculationConfig)
     except msgspec.ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
     from cluster.engine.engine_loop import EventSink
     from cluster.engine.executor import Executor, ReportProgress
-    from pagedray.config import CacheSize, EngineConfig
+    from pagedray.config import CacheSize, EngineConfig, SpeculationConfig
 
     MakeExecutor = Callable[[EngineConfig, ReportProgress, PlacementGroup | None], Executor]
 
 __all__ = ["make_executor", "open_engine"]
+
+logger = logging.getLogger(__name__)
 
 
 def make_executor(
@@ -54,6 +57,8 @@ def open_engine(
         if not config.model.pools:
             _check_context_fits(config, executor.cache_size)
             _check_disk_holds_block(config, executor.cache_size)
+        if config.speculation is not None:
+            _check_drafts_fit(config, config.speculation, executor.cache_size)
         engine = EngineLoop(config, executor, sink)
         engine.start_steps()
     except BaseException:
@@ -86,6 +91,26 @@ def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
         f"tokens, but the cache has only {cache.num_blocks}; use --max-model-len {most} or less, "
         f"{remedy}."
     )
+
+
+def _check_drafts_fit(
+    config: EngineConfig, speculation: SpeculationConfig, cache: CacheSize
+) -> None:
+    """Raise StartupError if no step has room for as many drafts as a sequence may have."""
+    if config.model.pools or cache.state_blocks:
+        reason = "embeds or scores texts" if config.model.pools else "has recurrent layers"
+        logger.warning(
+            "speculative_config has no effect on %s, which %s.", config.model.name, reason
+        )
+        return
+    # A step computes the drafts of a sequence with its last token, each in a place of a sequence.
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        limit = getattr(config, name)
+        if speculation.num_speculative_tokens >= limit:
+            raise StartupError(
+                f"num_speculative_tokens must be less than {name}, {limit}, not "
+                f"{speculation.num_speculative_tokens}."
+            )
 
 
 def _check_disk_holds_block(config: EngineConfig, cache: CacheSize) -> None:

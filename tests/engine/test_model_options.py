@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.engine.engine_options import EngineOptions, engine_config, full_name, sampling_defaults
+from cluster.engine.engine_options import (
+    EngineOptions,
+    engine_config,
+    full_name,
+    sampling_defaults,
+    speculation_config,
+)
 from cluster.engine.vllm_options import engine_options, own_options
 from cluster.llm.llm import LLM
+from pagedray.config import SpeculationConfig
 from pagedray.errors import StartupError
 from tests.system.server_process import TINY_LLAMA
 from workers.models.families.registry import read_model_config
@@ -365,3 +372,51 @@ def test_none_is_the_default_and_a_path_is_text() -> None:
         {"block_size": None, "memory_fraction": 1, "disk_cache_folder": folder, "dtype": "auto"}
     )
     assert found == EngineOptions(memory_fraction=1.0, disk_cache_folder="/cache")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        ({"num_speculative_tokens": 3}, SpeculationConfig(num_speculative_tokens=3)),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5},
+            SpeculationConfig(num_speculative_tokens=3, prompt_lookup_min=5, prompt_lookup_max=5),
+        ),
+        (
+            {"model": "[ngram]", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "x": None},
+            SpeculationConfig(num_speculative_tokens=1, prompt_lookup_min=3, prompt_lookup_max=3),
+        ),
+    ],
+)
+# Any: JSON
+def test_speculation_has_fields_of_vllm(
+    given: dict[str, Any] | None, expected: SpeculationConfig | None
+) -> None:
+    assert speculation_config(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"method": "medusa", "num_speculative_tokens": 3}, "method medusa is not supported; use"),
+        ({"model": "org/name"}, "method draft_model is not supported; use ngram, which guesses"),
+        (
+            {"num_speculative_tokens": 3, "quantization": "fp8"},
+            "quantization is not supported; ",
+        ),
+        ({"num_speculative_tokens": "3"}, r"is invalid: Expected `int`, got `str` - at `\$.num_sp"),
+        ({"method": "ngram"}, "is invalid: Object missing required field `num_speculative_tokens`"),
+        (
+            {"method": ["ngram"], "num_speculative_tokens": 3},
+            r"method \['ngram'\] is not supported",
+        ),
+    ],
+)
+def test_speculation_that_is_not_supported(
+    given: dict[str, Any],  # Any: JSON
+    text: str,
+) -> None:
+    with pytest.raises(StartupError, match=rf"^speculative_config[. ]{text}"):
+        speculation_config(given)

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.engine.engine_options import EngineOptions, engine_config
 from cluster.engine.open_engine import open_engine
+from cluster.engine.vllm_options import engine_options
 from pagedray.config import StepLimits
 from pagedray.errors import StartupError
 from tests.fakes import FakeExecutor, RecordingSink
@@ -178,3 +179,19 @@ def test_ranks_choose_the_limits_of_steps_that_no_option_sets(
     assert scheduler.max_num_seqs == (max_num_seqs or 1024)
     assert scheduler.max_num_batched_tokens == (max_num_batched_tokens or 8192)
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+def test_drafts_that_fit_into_no_step_are_rejected_with_the_limit(name: str) -> None:
+    given = {"executor": "local", "device": "cpu", name: 8}
+    options = engine_options({**given, "speculative_config": {"num_speculative_tokens": 8}})
+    config = engine_config(TINY_LLAMA, options)
+    executor = _ClosableExecutor(num_blocks=100)
+    with pytest.raises(StartupError, match=f"must be less than {name}, 8, not 8"):
+        open_engine(
+            config,
+            RecordingSink(),
+            lambda what, fraction: None,
+            make_executor=lambda config, report_progress, placement: executor,
+        )
+    assert executor.is_closed
