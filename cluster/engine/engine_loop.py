@@ -234,14 +234,13 @@ class EngineLoop:
         """Return a snapshot of the counters and gauges."""
         with self._lock:
             scheduler = self._scheduler.stats()
-            drafts = scheduler.speculation
-            num_refused = 0 if drafts is None else drafts.num_refused_tokens
             return EngineStats(
                 scheduler=scheduler,
                 num_steps=self._num_steps,
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
-                num_generated_tokens=self._num_generated_tokens - num_refused,
+                num_generated_tokens=self._num_generated_tokens
+                - scheduler.speculation.num_refused_tokens,
                 block_bytes=self._executor.cache_size.block_bytes,
                 num_groups=len(self._executor.cache_size.groups),
                 state_blocks=self._executor.cache_size.state_blocks,

@@ -191,7 +191,8 @@ def speculation_config(given: Mapping[str, object] | None) -> SpeculationConfig 
         return None
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen.get("model") in _NGRAM_MODELS:
-        chosen["method"] = chosen.pop("model").strip("[]")
+        del chosen["model"]
+        chosen["method"] = "ngram"
     method = chosen.setdefault("method", "draft_model" if "model" in chosen else "ngram")
     if method not in get_args(SpeculationMethod):
         raise StartupError(

@@ -26,7 +26,7 @@ from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.speculation import Speculator
-from cluster.scheduling.stats import SchedulerStats, cache_counts
+from cluster.scheduling.stats import SchedulerStats, SpeculationStats, cache_counts
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.text import pluralize
@@ -418,7 +418,9 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
-            speculation=None if self._speculator is None else self._speculator.stats(),
+            speculation=SpeculationStats()
+            if self._speculator is None
+            else self._speculator.stats(),
             **cache_counts(self._kv),
         )
 
@@ -426,7 +428,11 @@ class Scheduler:
         """Return whether the next plan waits for the tokens of the plan in flight."""
         if not self._in_flight:
             return False
-        return bool(self._in_flight[-1].chains) or speculator.is_worth_waiting(self._table.running)
+        if self._in_flight[-1].chains:
+            return True
+        running = self._table.running
+        room = self._table.num_rows - len(running)
+        return speculator.is_worth_waiting(running, room=room)
 
     def _draft_plan(self) -> PlanDraft:
         return self._planner.draft_plan(

@@ -448,13 +448,26 @@ class SequenceMasks:
 class SequenceDrafts:
     """How well the drafts of a sequence have been guessed."""
 
-    __slots__ = ("_guess", "rates")
+    __slots__ = ("_guess", "_num_misses", "paused_until", "rates")
 
     def __init__(self, rates: list[float]) -> None:
         self.rates = rates
         """How likely the draft at each place of a chain is right if those before it are."""
         self._guess = (0, 0)
         """The index of a token that was not known when it was guessed, and the guess."""
+        self._num_misses = 0
+        """Guesses in a row that were wrong or not made."""
+        self.paused_until = 0
+        """The number of tokens up to which no more guesses are made."""
+
+    def note_miss(self, num_tokens: int, most: int) -> None:
+        """Pause guesses, which take time, for a token more after each miss in a row."""
+        self._num_misses += 1
+        self.paused_until = num_tokens + min(self._num_misses, most)
+
+    def note_hit(self) -> None:
+        """Note that guesses are right again."""
+        self._num_misses = 0
 
     def survivals(self, num_drafts: int) -> list[float]:
         """Return how likely each of the first drafts of a chain is accepted."""

@@ -35,6 +35,8 @@ _UNKNOWN_ROW = 0.005
 """The time that a row is assumed to add to a step as long as that is not measured, in steps."""
 _GAP_S = 0.0003
 """Time between steps without a plan that was made ahead."""
+_MOST_PAUSED = 8
+"""Tokens of a sequence without guesses after several misses, if many sequences are running."""
 _MOST_WAITING = 64
 """Running sequences up to which a plan may wait for the tokens of the step before."""
 
@@ -145,7 +147,6 @@ class _Offer(NamedTuple):
     """Drafts that may be bought."""
 
     sequence: Sequence
-    drafts: SequenceDrafts
     draft_ids: AnySequence[int]
     survivals: list[float]
 
@@ -161,6 +162,7 @@ class Speculator:
         self._rates = [_FIRST_RATE] * self._num_drafts
         """The rates of all sequences, with which a sequence begins."""
         self.times = RowTimes()
+        self._most_paused = 0
         self.num_chains = 0
         self.num_draft_tokens = 0
         self.num_accepted_at = [0] * self._num_drafts
@@ -170,27 +172,27 @@ class Speculator:
         if sequence.masks is None:
             sequence.drafts = SequenceDrafts(self._rates.copy())
 
-    def is_worth_waiting(self, running: AnySequence[Sequence]) -> bool:
+    def is_worth_waiting(self, running: AnySequence[Sequence], *, room: int) -> bool:
         """Return whether the next plan should wait for the tokens that are being sampled.
 
-        With these tokens, it can have drafts.
+        With these tokens, it can have up to `room` drafts.
         """
         if len(running) > _MOST_WAITING:
             return False
+        self._most_paused = min(len(running) // 4, _MOST_PAUSED)
         offers = []
         for sequence in running:
             drafts = sequence.drafts
             if drafts is None or sequence.is_prefill or sequence.num_pending != 1:
                 continue
             self._settle_guess(sequence, drafts)
-            limit = self._limit_of(sequence, len(sequence.token_ids) + 1)
-            proposed = self.drafter.propose(sequence, limit + 1) if limit > 0 else ()
+            proposed = self._proposed(sequence, drafts, num_pending=1)
             if proposed:
                 drafts.note_guess(len(sequence.token_ids), proposed[0])
                 survivals = drafts.survivals(len(proposed) - 1)
                 pending = [drafts.rates[0] * survival for survival in survivals]
-                offers.append(_Offer(sequence, drafts, proposed[1:], pending))
-        return bool(self._chosen(offers, num_rows=len(running), room=len(offers)))
+                offers.append(_Offer(sequence, proposed[1:], pending))
+        return bool(self._chosen(offers, num_rows=len(running), room=room))
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
         """Return the drafts worth their time, at most `room`, of sequences that a plan decodes.
@@ -203,11 +205,9 @@ class Speculator:
             if drafts is None:
                 continue
             self._settle_guess(sequence, drafts)
-            limit = self._limit_of(sequence, len(sequence.token_ids))
-            proposed = self.drafter.propose(sequence, limit) if limit > 0 else ()
+            proposed = self._proposed(sequence, drafts, num_pending=0)
             if proposed:
-                survivals = drafts.survivals(len(proposed))
-                offers.append(_Offer(sequence, drafts, proposed, survivals))
+                offers.append(_Offer(sequence, proposed, drafts.survivals(len(proposed))))
         chosen = self._chosen(offers, num_rows=num_rows, room=room)
         return [
             Chain(offer.sequence, len(offer.sequence.token_ids) - 1, offer.draft_ids[:number])
@@ -232,18 +232,32 @@ class Speculator:
     def _settle_guess(self, sequence: Sequence, drafts: SequenceDrafts) -> None:
         """Learn from a guess that no step has verified."""
         is_right = drafts.take_guess(sequence.token_ids)
-        if is_right is not None:
-            self._note_draft(drafts, 0, is_right=is_right)
+        if is_right is None:
+            return
+        self._note_draft(drafts, 0, is_right=is_right)
+        if is_right:
+            drafts.note_hit()
+        else:
+            drafts.note_miss(len(sequence.token_ids), self._most_paused)
 
     def _note_draft(self, drafts: SequenceDrafts, place: int, *, is_right: bool) -> None:
         rates, common = drafts.rates, self._rates
         rates[place] += _SEQUENCE_WEIGHT * (is_right - rates[place])
         common[place] += _COMMON_WEIGHT * (is_right - common[place])
 
-    def _limit_of(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many drafts a sequence of this many tokens may have."""
+    def _proposed(
+        self, sequence: Sequence, drafts: SequenceDrafts, *, num_pending: int
+    ) -> AnySequence[int]:
+        """Return guesses of the pending tokens, and of the tokens behind these."""
+        num_tokens = len(sequence.token_ids)
         # A chain samples one token more than it has drafts.
-        return min(self._num_drafts, sequence.max_length - num_tokens - 1)
+        limit = min(self._num_drafts, sequence.max_length - num_tokens - num_pending - 1)
+        if limit <= 0 or num_tokens < drafts.paused_until:
+            return ()
+        proposed = self.drafter.propose(sequence, num_pending + limit)
+        if not proposed:
+            drafts.note_miss(num_tokens, self._most_paused)
+        return proposed
 
     def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> Counter[int]:
         """Return how many drafts of each offer, by index, give the most tokens per second."""

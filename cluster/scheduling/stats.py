@@ -15,16 +15,21 @@ __all__ = ["SchedulerStats", "SpeculationStats", "cache_counts"]
 class SpeculationStats(msgspec.Struct, frozen=True):
     """Counters of drafts."""
 
-    num_chains: int
+    num_chains: int = 0
     """Times that a step verified drafts of a sequence; the next field counts these drafts."""
-    num_draft_tokens: int
-    num_accepted_at: tuple[int, ...]
+    num_draft_tokens: int = 0
+    num_accepted_at: tuple[int, ...] = ()
     """Drafts that were right, by their place among the drafts of a sequence."""
 
     @property
     def num_accepted_tokens(self) -> int:
         """Drafts that were right."""
         return sum(self.num_accepted_at)
+
+    @property
+    def by_position(self) -> dict[str, int]:
+        """Drafts that were right, by their place from 0 on as text."""
+        return {str(place): number for place, number in enumerate(self.num_accepted_at)}
 
     @property
     def num_refused_tokens(self) -> int:
@@ -106,8 +111,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_swapped_out_blocks: int = 0
     """Blocks of preempted sequences copied to the CPU pool; the next field counts copies back."""
     num_swapped_in_blocks: int = 0
-    speculation: SpeculationStats | None = None
-    """None if sequences have no drafts."""
+    speculation: SpeculationStats = SpeculationStats()
 
 
 def cache_counts(kv: KvManager) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
-from cluster.scheduling.stats import SchedulerStats
+from cluster.scheduling.stats import SchedulerStats, SpeculationStats
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.config import KernelReport
 from pagedray.errors import OverloadedError
@@ -142,6 +142,7 @@ class FakeEngine:
             num_cpu_blocks=32,
             num_free_cpu_blocks=32,
             num_queried_tokens=10,
+            speculation=SpeculationStats(5, 20, (4, 2, 1)),
             num_hit_tokens=4,
             num_swap_preemptions=1,
             num_recompute_preemptions=2,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from cluster.engine.stats import EngineStats, HistogramSnapshot
-    from cluster.scheduling.stats import SchedulerStats
+    from cluster.scheduling.stats import SchedulerStats, SpeculationStats
     from cluster.serving.engine_client import EngineClient
 
 __all__ = ["EngineCollector", "duration_family"]
@@ -47,6 +47,7 @@ class EngineCollector(Collector):
             yield from _kept_families(stats.scheduler)
             yield from _disk_families(stats)
             yield from _preemption_families(stats)
+            yield from _draft_families(stats.scheduler.speculation)
             yield from _step_families(stats)
 
 
@@ -131,6 +132,17 @@ def _state_families(scheduler: SchedulerStats) -> Iterator[Metric]:
         "prefix_unreused_tokens",
         "Tokens found in the prefix cache and computed again, for lack of a recurrent state",
         scheduler.num_unreused_tokens,
+    )
+
+
+def _draft_families(drafts: SpeculationStats) -> Iterator[Metric]:
+    yield _counter("chains", "Sequences with drafts in steps", drafts.num_chains)
+    yield _counter("draft_tokens", "Drafts that steps verified", drafts.num_draft_tokens)
+    yield _labeled_counter(
+        "accepted_draft_tokens",
+        "Drafts that were the tokens sampled, by their place among the drafts of a sequence",
+        "position",
+        drafts.by_position,
     )
 
 

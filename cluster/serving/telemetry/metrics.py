@@ -25,6 +25,7 @@ from pagedray.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cluster.scheduling.stats import SpeculationStats
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Frontend
     from cluster.serving.telemetry.call_log import CallReport
@@ -244,8 +245,24 @@ class RouterCollector(Collector):
             "Preempted sequences",
             scheduler.num_swap_preemptions + scheduler.num_recompute_preemptions,
         )
+        yield from self._drafts(scheduler.speculation)
         yield self._counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated", stats.num_generated_tokens)
+
+    def _drafts(self, drafts: SpeculationStats) -> Iterator[Metric]:
+        """Yield the counters of drafts."""
+        name, accepted = "spec_decode_num", drafts.num_accepted_tokens
+        yield self._counter(f"{name}_drafts", "Sequences with drafts in steps", drafts.num_chains)
+        yield self._counter(f"{name}_draft_tokens", "Drafts verified", drafts.num_draft_tokens)
+        yield self._counter(f"{name}_accepted_tokens", "Drafts accepted", accepted)
+        family = CounterMetricFamily(
+            f"vllm:{name}_accepted_tokens_per_pos",
+            "Drafts accepted, by their place among the drafts of a sequence",
+            labels=["model_name", "position"],
+        )
+        for position, count in drafts.by_position.items():
+            family.add_metric([self._model, position], count)
+        yield family
 
     def _ends(self, calls: Metric) -> Metric:
         """Return how many calls ended for each of vLLM's reasons."""

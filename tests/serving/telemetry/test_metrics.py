@@ -183,6 +183,11 @@ async def test_metrics_that_routers_read_are_exported(servicer: Servicer) -> Non
     assert value(servicer, "vllm:cache_config_info", **model, **config) == 1
     assert value(servicer, "vllm:prefix_cache_queries_total", **model) == 10
     assert value(servicer, "vllm:prefix_cache_hits_total", **model) == 4
+    assert value(servicer, "vllm:spec_decode_num_drafts_total", **model) == 5
+    assert value(servicer, "vllm:spec_decode_num_draft_tokens_total", **model) == 20
+    assert value(servicer, "vllm:spec_decode_num_accepted_tokens_total", **model) == 7
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert value(servicer, per_position, **model, position="1") == 2
 
 
 def make_recorder() -> LoadRecorder:
