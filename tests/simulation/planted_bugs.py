@@ -25,6 +25,7 @@ from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import Sequence, SequenceBlocks
 from cluster.scheduling.sequence_table import SequenceTable
+from cluster.scheduling.speculation import Speculator
 from cluster.scheduling.states import StateCopier
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_client import EngineStream
@@ -82,6 +83,7 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     Sequence,
     SequenceBlocks,
     SequenceTable,
+    Speculator,
     StateCopier,
     StepChannel,
 )
@@ -329,6 +331,38 @@ KvManager.find_donor: a sibling takes in the last token of the prompt again
 Planner._admit: a token without a mask in time is taken in twice
 - if sequence.awaits_mask:
 + if False:
+
+Sequence.refuse_drafts: a token behind a wrong draft counts as computed
+- self.num_computed -= number
++ self.num_computed -= max(number - 1, 0)
+
+Scheduler._draft_plan: drafts follow a token that is not known
+- may_speculate=not self._in_flight
++ may_speculate=True
+
+Scheduler._waits_for_tokens: a plan is made before the length of a sequence is known
+- if self._in_flight[-1].chains:
++ if False:
+
+OutputReader._read_chains: the token behind a wrong draft is delivered
+- token_ids[: num_accepted + 1]
++ token_ids[: num_accepted + 2]
+
+OutputReader._append_chain: tokens after an end inside a chain are delivered
+- if reason is not None:
++ if False:
+
+Speculator.buy_drafts: a chain begins behind the last known token
+- len(offer.sequence.token_ids) - 1
++ len(offer.sequence.token_ids)
+
+Planner._hold_chain: drafts are planned without blocks
+- min(end, blocks.num_slots)
++ end
+
+Speculator.open_sequence: a sequence under masks has drafts
+- if sequence.masks is None:
++ if True:
 """
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.engine_loop import EngineLoop
 from cluster.serving.engine_client import EngineClient
-from pagedray.config import CacheConfig, EngineConfig, SchedulerConfig
+from pagedray.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from pagedray.errors import CapacityError, LethalRequestError, OverloadedError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import unused_model
+from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
 from tests.scheduling.fake_worker import EOS, undisturbed
 from tests.scheduling.harness import RandomMasks
 from tests.simulation.scenario import make_scenario
@@ -104,6 +105,9 @@ class _Run:
             _config(scenario), self._ranks, self._client, clock=self._world
         )
         self._controller.ranks, self._controller.chance_deaths = self._ranks, Counter()
+        if (speculator := self._controller._scheduler._speculator) is not None:
+            speculator.drafter = GuessingDrafter(scenario.seed, right=scenario.right)
+            speculator.times = FreeDrafts()
         self._client.attach_engine(self._controller)
         self._num_open = len(scenario.clients)
 
@@ -335,6 +339,9 @@ def _config(scenario: Scenario) -> EngineConfig:
             preemption=scenario.preemption,
             itl_target_ms=scenario.itl_target_ms,
         ),
+        speculation=SpeculationConfig(num_speculative_tokens=scenario.num_drafts)
+        if scenario.num_drafts
+        else None,
     )
 
 

@@ -95,6 +95,10 @@ class Scenario:
     state_blocks: int = 0
     """Blocks of the recurrent state of a sequence."""
     state_grid: int = 4
+    num_drafts: int = 0
+    """Most drafts of a sequence in a step."""
+    right: float = 0.0
+    """The probability that a draft is right."""
 
 
 _WINDOWED = 3
@@ -103,6 +107,8 @@ _STATEFUL = 5
 """In one scenario of so many, layers have a recurrent state."""
 _RETURNING = 4
 """In one scenario of so many, prompts come back."""
+_DRAFTED = 7
+"""In two scenarios of so many, sequences have drafts."""
 _LETHAL = 16
 """In one scenario of so many, requests kill their ranks."""
 
@@ -110,6 +116,11 @@ _LETHAL = 16
 def make_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     scenario = _make_layered(seed)
+    if seed % _DRAFTED in (1, 4):
+        draws = random.Random(f"drafts {seed}")
+        scenario = replace(
+            scenario, num_drafts=draws.randint(1, 9), right=draws.choice((0.3, 0.8, 0.95, 1.0))
+        )
     return scenario if seed % _STATEFUL else make_stateful(scenario)
 
 
@@ -327,7 +338,7 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     return scenario
 
 
-_FREE = {"num_ranks", "channel_delay_s", "itl_target_ms", "windows", "state_blocks"}
+_FREE = {"num_ranks", "channel_delay_s", "itl_target_ms", "windows", "state_blocks", "num_drafts"}
 """Fields of a scenario that a simpler scenario need not have."""
 
 
