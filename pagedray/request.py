@@ -115,6 +115,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     anchors: tuple[int, ...] = ()
     """Lengths of the prompt that later prompts are likely to repeat, at which recurrent states are
     kept; empty is all of the prompt."""
+    prediction: bytes = b""
+    """Tokens that the client expects, as `pack_token_ids` returns them; they only affect speed."""
     generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
     """The tokens that each sequence generated in another replica, None for an ended sequence; empty
     for a request that begins with its prompt. Never from a client.

@@ -32,6 +32,9 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """The reason if the client's structure ended the sequence with an error; otherwise empty."""
     is_lethal: bool = False
     """Whether the sequence ended with an error because the ranks die whenever its request runs."""
+    num_accepted: int = 0
+    """Drafts of the sequence that were right; the next field counts drafts that were not."""
+    num_refused: int = 0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """Log-probabilities of the whole prompt, if requested, in the first event of its first
     sequence."""

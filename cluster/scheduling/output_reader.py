@@ -146,16 +146,16 @@ class OutputReader:
                 self._speculator.note_chain(chain, num_accepted)
             logprobs = [one for one in output.logprobs[first:end] if one is not None]
             try:
-                events += self._append_chain(sequence, token_ids[: num_accepted + 1], logprobs)
+                events += self._append_chain(chain, token_ids[: num_accepted + 1], logprobs)
             except Exception as error:
                 self._recovery.note_fault(sequence, error)
         return events
 
     def _append_chain(
-        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs]
+        self, chain: Chain, token_ids: list[int], logprobs: list[TokenLogprobs]
     ) -> Iterator[TokenEvent]:
         """Append tokens until the sequence ends, and yield its events."""
-        reason, number = None, 0
+        sequence, reason, number = chain.sequence, None, 0
         # Only the last token can be none.
         for token_id in token_ids if token_ids[-1] >= 0 else token_ids[:-1]:
             sequence.token_ids.append(token_id)
@@ -177,6 +177,8 @@ class OutputReader:
                 sequence.active.num_cached_tokens,
                 sequence.num_prompt_tokens,
                 sequence.active.started_s,
+                num_accepted=min(number, len(token_ids) - 1),
+                num_refused=len(chain.draft_ids) - len(token_ids) + 1,
             )
         if reason is None and token_ids[-1] < 0:
             yield self._end_nonfinite(sequence)

@@ -448,7 +448,7 @@ class SequenceMasks:
 class SequenceDrafts:
     """How well the drafts of a sequence have been guessed."""
 
-    __slots__ = ("_guess", "_num_misses", "paused_until", "rates")
+    __slots__ = ("_guess", "_num_misses", "num_followed", "paused_until", "place", "rates")
 
     def __init__(self, rates: list[float]) -> None:
         self.rates = rates
@@ -459,6 +459,10 @@ class SequenceDrafts:
         """Guesses in a row that were wrong or not made."""
         self.paused_until = 0
         """The number of tokens up to which no more guesses are made."""
+        self.place = 0
+        """The place in the prediction of the request of the token behind the next tokens."""
+        self.num_followed = 0
+        """Generated tokens up to which the prediction was followed."""
 
     def note_miss(self, num_tokens: int, most: int) -> None:
         """Pause guesses, which take time, for a token more after each miss in a row."""

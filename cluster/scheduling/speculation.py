@@ -7,6 +7,7 @@ engine faster. Which tokens are sampled does not depend on any of this.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
     from pagedray.config import SpeculationConfig
 
-__all__ = ["Chain", "Drafter", "NgramDrafter", "RowTimes", "Speculator"]
+__all__ = ["Chain", "Drafter", "NgramDrafter", "PredictionDrafter", "RowTimes", "Speculator"]
 
+_LONGEST_ANCHOR = 4
+"""Generated tokens that are looked for in a prediction; the next is their minimum."""
+_SHORTEST_ANCHOR = 2
 _FIRST_RATE = 0.6
 """How likely a draft is right as long as none was verified."""
 _SEQUENCE_WEIGHT = 0.15
@@ -74,6 +78,53 @@ class NgramDrafter:
             if first >= 0:
                 return _continued(token_ids, first + size, limit)
         return ()
+
+
+class PredictionDrafter:
+    """Guesses that the tokens of a sequence are those that its client predicts."""
+
+    def __init__(self, others: Drafter) -> None:
+        """`others` guesses the tokens of sequences whose output is not predicted."""
+        self._others = others
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        prediction, drafts = sequence.active.request.prediction, sequence.drafts
+        if not prediction or drafts is None:
+            return self._others.propose(sequence, limit)
+        first = sequence.num_prompt_tokens
+        added = sequence.token_ids[first + drafts.num_followed :].tobytes()
+        begin = drafts.place * TOKEN_ID_BYTES
+        if not prediction.startswith(added, begin):
+            found = self._find_again(sequence, prediction, begin)
+            if found is None:
+                return self._others.propose(sequence, limit)
+            drafts.place = found
+        else:
+            drafts.place += len(added) // TOKEN_ID_BYTES
+        drafts.num_followed = len(sequence.token_ids) - first
+        begin = drafts.place * TOKEN_ID_BYTES
+        return array("I", prediction[begin : begin + limit * TOKEN_ID_BYTES])
+
+    @staticmethod
+    def _find_again(sequence: Sequence, prediction: bytes, begin: int) -> int | None:
+        """Return the place behind the last generated tokens, first behind the place so far."""
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        for size in range(min(_LONGEST_ANCHOR, len(output)), _SHORTEST_ANCHOR - 1, -1):
+            pattern = output[-size:].tobytes()
+            for start in (begin, 0):
+                place = _find_first(prediction, pattern, start)
+                if place >= 0:
+                    return place + size
+        return None
+
+
+def _find_first(packed: bytes, pattern: bytes, start: int) -> int:
+    """Return the token at which a pattern occurs first from a byte on in packed tokens, or -1."""
+    while (place := packed.find(pattern, start)) >= 0:
+        if place % TOKEN_ID_BYTES == 0:
+            return place // TOKEN_ID_BYTES
+        start = place + 1
+    return -1
 
 
 def _find_last(packed: bytes, pattern: bytes) -> int:
@@ -155,8 +206,8 @@ class Speculator:
     """Decides which drafts are computed; without a drafter's guesses there are none."""
 
     def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
-        self.drafter = drafter or NgramDrafter(
-            shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max
+        self.drafter = drafter or PredictionDrafter(
+            NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
         )
         self._num_drafts = config.num_speculative_tokens
         self._rates = [_FIRST_RATE] * self._num_drafts

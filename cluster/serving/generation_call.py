@@ -50,6 +50,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_accepted_tokens: int = 0
+    """Tokens that were guessed, such as from a prediction; the next field counts wrong guesses."""
+    num_refused_tokens: int = 0
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -81,6 +84,8 @@ class GenerationCall:
         """The token ids of the prompts."""
         self.prompt_logprobs: dict[int, tuple[PromptLogprobs, ...]] = {}
         """Log-probabilities of the prompts that requested them, once they are computed."""
+        self.has_prediction = bool(requests[0].prediction)
+        """Whether the client predicted the output, and the engine uses that."""
         self.reasoning = requests[0].reasoning
         """How the reasoning of its sequences is marked; None if there is none."""
         self._call = call
@@ -89,6 +94,7 @@ class GenerationCall:
         self._num_unfinished = sum(len(request.open_indices) for request in requests)
         self._started_ids: set[str] = set()
         self._num_cached_tokens = 0
+        self._num_accepted_tokens = self._num_refused_tokens = 0
         self._continuation = given.continuation
         self._num_per_prompt = requests[0].sampling.n
         self._unsent: list[tuple[int, tuple[int, ...], bool]] | None = None
@@ -212,6 +218,9 @@ class GenerationCall:
                 self._num_cached_tokens += group[0].num_cached_tokens
             text = self._texts[key]
             for event in group:
+                if event.num_accepted or event.num_refused:
+                    self._num_accepted_tokens += event.num_accepted
+                    self._num_refused_tokens += event.num_refused
                 if event.prompt_logprobs:
                     found = self.prompt_logprobs[text.prompt_index] = event.prompt_logprobs
             if not text.is_finished:
@@ -287,6 +296,8 @@ class GenerationCall:
             num_prompt_tokens=self._call.num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._call.num_generated_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
+            num_refused_tokens=self._num_refused_tokens,
         )
 
 

@@ -121,6 +121,8 @@ class GenerationInput:
     """Whether tokens at the beginning of the prompt are kept, and not at its end."""
     cache_salt: str = ""
     """Prefixes are shared only by requests with the same salt."""
+    prediction: str = ""
+    """The text that the client expects, which only affects speed."""
     beam_length_penalty: float | None = None
     """The length penalty of a beam search for the `n` best completions; None samples completions.
     """

@@ -44,6 +44,7 @@ from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import limits_for
 from cluster.structured.token_matchers import vocabulary_of
+from pagedray.batch import pack_token_ids
 from pagedray.errors import InvalidRequestError, OutputLengthError, PromptLengthError
 from pagedray.field_checks import check_token_ids
 from pagedray.request import Request
@@ -111,6 +112,7 @@ class Validator:
         self._model = config.model
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
+        self._speculates = config.speculation is not None
         self._queue_limits = config.scheduler
         self._sampling = SamplingReader(config)
         self._seeds = secrets.SystemRandom() if config.seed is None else random.Random(config.seed)
@@ -235,6 +237,7 @@ class Validator:
             eos_token_ids=self._end_token_ids(prompt),
             tenant=given.tenant,
             cache_salt=given.cache_salt,
+            prediction=await self._prediction(given),
             anchors=anchors,
             priority=given.priority,
             deadline_s=given.deadline_s,
@@ -242,6 +245,19 @@ class Validator:
                 self._reasoning_after(prompt, token_ids), sampling.structure, self._tokenizer
             ),
         )
+
+    async def _prediction(self, given: GenerationInput) -> bytes:
+        """Return the tokens that the client expects, as `pack_token_ids` returns them."""
+        if not given.prediction or not self._speculates:
+            return b""
+        token_ids = await self._reader.read_prompt(
+            given.prediction,
+            is_long=are_long((given.prediction,)),
+            tenant=given.tenant,
+            add_special_tokens=False,
+            param="prediction.content",
+        )
+        return pack_token_ids(token_ids[: self._context])
 
     def _end_token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the tokens that end the text after a prompt."""

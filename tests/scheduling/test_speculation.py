@@ -5,10 +5,18 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from cluster.scheduling.speculation import Chain, NgramDrafter, RowTimes, Speculator
-from pagedray.batch import StepOutput
+from cluster.scheduling.sequence import SequenceDrafts
+from cluster.scheduling.speculation import (
+    Chain,
+    NgramDrafter,
+    PredictionDrafter,
+    RowTimes,
+    Speculator,
+)
+from pagedray.batch import StepOutput, pack_token_ids
 from pagedray.config import SpeculationConfig
 from pagedray.errors import StartupError
 from pagedray.request import FinishReason
@@ -59,6 +67,64 @@ def test_ngrams_are_found_as_by_a_search_of_all_places(seed: int) -> None:
         repeated = tokens[end:] * limit
         assert list(found) == repeated[:limit]
     assert num_found > 50
+
+
+class Nothing:
+    """Guesses no tokens."""
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        return ()
+
+
+def predicted(prompt: list[int], prediction: list[int]) -> Sequence:
+    """Return a sequence with a prediction."""
+    sequence = sequence_of(prompt)
+    sequence.own_tokens()
+    active = sequence.active
+    active.request = msgspec.structs.replace(active.request, prediction=pack_token_ids(prediction))
+    sequence.drafts = SequenceDrafts([0.5])
+    return sequence
+
+
+def test_a_prediction_is_followed_from_its_beginning() -> None:
+    drafter = PredictionDrafter(Nothing())
+    prediction = [7, 8, 9, 10, 11, 12]
+    sequence = predicted([1, 2], prediction)
+    for number, token_id in enumerate(prediction):
+        assert list(drafter.propose(sequence, 3)) == prediction[number : number + 3]
+        sequence.token_ids.append(token_id)
+    assert not drafter.propose(sequence, 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prediction_is_found_again_after_each_edit(seed: int) -> None:
+    rng = random.Random(seed)
+    drafter = PredictionDrafter(Nothing())
+    prediction = [256 * rng.randrange(100) for _ in range(300)]
+    parts = [prediction[:80], prediction[100:200], [5, 6, 7], prediction[200:260], prediction[90:]]
+    output = [token_id for part in parts for token_id in part]
+    sequence = predicted([1, 2], prediction)
+    num_right = 0
+    while len(sequence.token_ids) - 2 < len(output):
+        place = len(sequence.token_ids) - 2
+        # Several tokens may be added at once.
+        guesses = list(drafter.propose(sequence, 4))
+        right = 0
+        while right < len(guesses) and guesses[right : right + 1] == output[place + right :][:1]:
+            right += 1
+        num_right += right
+        sequence.token_ids.extend(output[place : place + right + 1])
+    # Around each edit, a few tokens are not guessed.
+    assert num_right > 0.75 * len(output)
+
+
+def test_tokens_without_a_prediction_are_guessed_by_others() -> None:
+    drafter = PredictionDrafter(NgramDrafter(shortest=1, longest=2))
+    sequence = predicted([1, 2], [7, 8, 9])
+    # The prediction is wrong, so another guess is made.
+    sequence.token_ids.extend([3, 1, 2])
+    assert list(drafter.propose(sequence, 2)) == [3, 1]
+    assert list(drafter.propose(sequence_of([1, 2, 1]), 1)) == [2]
 
 
 def speculator(times: dict[int, float], rates: list[float] | None = None) -> Speculator:

@@ -221,6 +221,9 @@ class FakeEngine:
             self.num_cached_tokens,
             len(request.prompt_token_ids),
             sequence.started_s,
+            # As if each step accepted two tokens of a prediction and refused another.
+            num_accepted=2 * bool(request.prediction),
+            num_refused=int(bool(request.prediction)),
             prompt_logprobs=_prompt_logprobs(request)
             if (sequence.index, num_told) == (self.describing_index, self.describing_token)
             else (),

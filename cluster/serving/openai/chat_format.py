@@ -164,8 +164,13 @@ class ChatFormat(ChoiceFormat):
 
     def usage(self, usage: Usage) -> Json:
         written = super().usage(usage)
+        details: Json = {}
         if self._turns.has_reasoning:
-            details = {"reasoning_tokens": self._turns.num_reasoning_tokens}
+            details["reasoning_tokens"] = self._turns.num_reasoning_tokens
+        if self.generation.has_prediction:
+            details["accepted_prediction_tokens"] = usage.num_accepted_tokens
+            details["rejected_prediction_tokens"] = usage.num_refused_tokens
+        if details:
             written["completion_tokens_details"] = details
         return written
 

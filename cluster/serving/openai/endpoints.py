@@ -134,6 +134,8 @@ class _OpenAIHandlers:
         def read(body: ChatBody, raw: bytes) -> _ParsedCall:
             tools = body.tool_use(self._servicer.tool_format)
             variables = self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
+            if body.prediction is not None and self._servicer.config.speculation is None:
+                call.ignored.note("prediction")
             return _ParsedCall(
                 options=self._options(body, call),
                 is_stream=body.stream,

@@ -166,7 +166,8 @@ def test_template_names_its_variables() -> None:
 def test_hints_are_ignored(server: Server, path: str, name: str) -> None:
     body = CHAT if path == "chat/completions" else TEXT
     plain = submitted(server, path, body)
-    hinted = submitted(server, path, body | {name: {"a": 1}})
+    hint = {"type": "content", "content": "x"} if name == "prediction" else {"a": 1}
+    hinted = submitted(server, path, body | {name: hint})
     assert (hinted.prompt_token_ids, hinted.sampling) == (plain.prompt_token_ids, plain.sampling)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert f'pagedray_ignored_parameters_total{{parameter="{name}"}}' in metrics

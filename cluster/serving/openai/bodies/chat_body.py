@@ -17,6 +17,7 @@ from cluster.serving.openai.bodies.messages import (
     read_function_choice,
     read_functions,
     read_messages,
+    read_prediction,
     read_tools,
     tools_field,
 )
@@ -58,6 +59,9 @@ class ChatBody(GenerationBody):
     """A conversation for the model to continue."""
 
     defaults: ClassVar[Defaults] = {**WITHOUT_EFFECT, **CHAT_WITHOUT_EFFECT}
+    ignored: ClassVar[Mapping[str, str]] = {
+        name: reason for name, reason in GenerationBody.ignored.items() if name != "prediction"
+    }
     rejected: ClassVar[Mapping[str, str]] = {**REJECTED, **CHAT_REJECTED}
     synonyms: ClassVar[Mapping[str, str]] = {
         **GenerationBody.synonyms,
@@ -150,6 +154,12 @@ class ChatBody(GenerationBody):
         },
     )
 
+    prediction: Any = Field(  # Any: an object, which is read when it is used
+        None,
+        description="A text that the answer is likely to repeat in large part, such as a file to "
+        "edit. Makes the answer faster on servers with --speculative-config, and never changes it.",
+        json_schema_extra={"type": "object"},
+    )
     thinking_token_budget: int | None = thinking_budget_field()
     include_reasoning: bool = Field(
         True, description="Whether the response contains the model's reasoning."
@@ -248,6 +258,7 @@ class ChatBody(GenerationBody):
             max_prompt_tokens=self.truncate_prompt_tokens,
             truncates_end=self.truncation_side == "right",
             cache_salt=self.cache_salt or "",
+            prediction=read_prediction(self.prediction),
         )
 
     def names(self, tools: ToolUse) -> dict[str, str]:

@@ -39,6 +39,7 @@ __all__ = [
     "read_function_choice",
     "read_functions",
     "read_messages",
+    "read_prediction",
     "read_tools",
     "tools_field",
 ]
@@ -124,6 +125,21 @@ def read_content(given: object, where: str, *, role: str, is_needed: bool) -> Me
         else:
             thoughts.append(part.thinking)
     return MessageContent("".join(texts), "".join(thoughts) if thoughts else None)
+
+
+def read_prediction(given: object) -> str:
+    """Return the text of a prediction, empty without one. Raises InvalidRequestError."""
+    if given is None:
+        return ""
+    if not isinstance(given, dict):
+        raise InvalidRequestError("prediction must be an object.", param="prediction")
+    if given.get("type", "content") != "content":
+        raise InvalidRequestError(
+            f"prediction.type must be 'content', not {quote(given['type'])}.",
+            param="prediction.type",
+        )
+    content = read_content(given.get("content"), "prediction.content", role="user", is_needed=True)
+    return content.text
 
 
 def _plain_text(part: object) -> str | None:
