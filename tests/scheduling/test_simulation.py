@@ -363,7 +363,7 @@ def test_drafts_change_no_token() -> None:
     assert sum(one.num_swap_preemptions for one in stats) > 10
     assert sum(one.num_recompute_preemptions for one in stats) > 10
     assert sum(one.num_hit_tokens for one in stats) > 50
-    assert sum(one.speculation.num_accepted_tokens for one in stats) > 500
+    assert sum(one.speculation.num_accepted_tokens for one in stats) > 300
     assert sum(one.speculation.num_refused_tokens for one in stats) > 200
     plans = [plan for harness in harnesses for plan in harness.plans]
     plans = [plan for plan in plans if plan.decodes.draft_ids]
