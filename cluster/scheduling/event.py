@@ -5,7 +5,7 @@ import msgspec
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.request import FinishReason
 
-__all__ = ["TokenEvent"]
+__all__ = ["ChainEvent", "TokenEvent"]
 
 
 # Events are never part of a reference cycle, so the garbage collector need not track them.
@@ -32,9 +32,14 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """The reason if the client's structure ended the sequence with an error; otherwise empty."""
     is_lethal: bool = False
     """Whether the sequence ended with an error because the ranks die whenever its request runs."""
-    num_accepted: int = 0
-    """Drafts of the sequence that were right; the next field counts drafts that were not."""
-    num_refused: int = 0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """Log-probabilities of the whole prompt, if requested, in the first event of its first
     sequence."""
+
+
+class ChainEvent(TokenEvent, frozen=True, gc=False):
+    """Tokens of a sequence with drafts. A class of its own, so that other events stay small."""
+
+    num_accepted: int = 0
+    """Drafts that were right; the next field counts drafts that were not."""
+    num_refused: int = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.event import ChainEvent, TokenEvent
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Running, Sequence
 from cluster.scheduling.speculation import Chain
 from pagedray.batch import PromptLogprobs, StepOutput, StepPlan, TokenLogprobs
@@ -167,7 +167,7 @@ class OutputReader:
             if reason is not None:
                 break
         if number:
-            yield TokenEvent(
+            yield ChainEvent(
                 sequence.request_id,
                 sequence.index,
                 tuple(token_ids[:number]),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 from msgspec.structs import replace
 
-from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.event import ChainEvent, TokenEvent
 from cluster.serving.beam_search import Beam, BeamSearch, beam_step
 from cluster.serving.text.text_stream import SequenceOutput, StopStrings, TextStream
 from pagedray.batch import PromptLogprobs, TokenLogprobs
@@ -218,7 +218,7 @@ class GenerationCall:
                 self._num_cached_tokens += group[0].num_cached_tokens
             text = self._texts[key]
             for event in group:
-                if event.num_accepted or event.num_refused:
+                if isinstance(event, ChainEvent):
                     self._num_accepted_tokens += event.num_accepted
                     self._num_refused_tokens += event.num_refused
                 if event.prompt_logprobs:

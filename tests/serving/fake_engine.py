@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cluster.engine.stats import EngineStats
-from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.event import ChainEvent, TokenEvent
 from cluster.scheduling.stats import SchedulerStats, SpeculationStats
 from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.config import KernelReport
@@ -211,7 +213,7 @@ class FakeEngine:
             reason = FinishReason.LENGTH
         # A prompt is computed again where its request continues.
         num_told = sequence.num_sent - _num_generated(request, sequence.index)
-        return TokenEvent(
+        event = TokenEvent(
             request.id,
             sequence.index,
             (token_id,),
@@ -221,13 +223,14 @@ class FakeEngine:
             self.num_cached_tokens,
             len(request.prompt_token_ids),
             sequence.started_s,
-            # As if each step accepted two tokens of a prediction and refused another.
-            num_accepted=2 * bool(request.prediction),
-            num_refused=int(bool(request.prediction)),
             prompt_logprobs=_prompt_logprobs(request)
             if (sequence.index, num_told) == (self.describing_index, self.describing_token)
             else (),
         )
+        if not request.prediction:
+            return event
+        # As if each step accepted two tokens of the prediction and refused another.
+        return ChainEvent(**msgspec.structs.asdict(event), num_accepted=2, num_refused=1)
 
 
 def _num_generated(request: Request, index: int) -> int:
