@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from pagedray import LLM
 from tests.engine.speculation_rig import (
@@ -17,6 +18,7 @@ from tests.engine.speculation_rig import (
     sequences_of,
     speculator_of,
 )
+from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
 if TYPE_CHECKING:
     from cluster.scheduling.speculation import Drafter
@@ -54,6 +56,13 @@ def checked(llm: LLM, drafter: Drafter, expected: list[list[Any]]) -> int:
     return after.num_accepted_tokens - before.num_accepted_tokens
 
 
+@pytest.mark.skipif(
+    any(
+        linear_kernel_class(dtype, torch.device("cpu")) is not PackedGemmLinear
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    reason="The GEMM of this CPU rounds few rows differently from many.",
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_completions_with_drafts_are_those_without(engine: str) -> None:
     with open_llm(speculates=False, **ENGINES[engine]) as plain:
