@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from attention.abstract import AttentionInputs, AttentionMetadata, AttentionParams, AttentionType
+from attention.abstract import (
+    AttentionBatch,
+    AttentionInputs,
+    AttentionMetadata,
+    AttentionParams,
+    AttentionType,
+)
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.kernels.arguments import DecodeScratch
@@ -318,3 +324,34 @@ def test_decodes_rotate_their_tokens_themselves(prompt_lens: list[int]) -> None:
     torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-5)
     with_prefill = rig.builder.build(rig.batch([(rig.sequence(), 4)], sequences))
     assert not with_prefill.rotates_layer(0)
+
+
+@pytest.mark.parametrize("num_drafts", [2, 6])
+def test_decodes_of_a_chain_see_the_tokens_of_the_others(num_drafts: int) -> None:
+    rig = rig_of(params_of(), params_of(sliding_window=5, has_sinks=True))
+    sequence = rig.sequence()
+    rig.step(prefills=[(sequence, 6)])
+    # As one sequence that gets a token in each step, and as a chain.
+    rows = [replace(sequence, length=6 + index) for index in range(num_drafts + 1)]
+    steps = [rig.batch([], [row]) for row in rows]
+    chain = replace(rig.batch([], rows), has_chains=True)
+    inputs = [one.to(rig.spec.device).unflatten(1, (8, 16)) for one in rig.tokens(len(rows))]
+    before = rig.cache.clone()
+
+    def attended(batch: AttentionBatch, first: int) -> list[torch.Tensor]:
+        metadata = rig.builder.build(batch)
+        # The kernel must not write tokens while it reads those of other decodes.
+        assert metadata.rotates_layer(0) == (not batch.has_chains)
+        step = CachedAttention(rig.cache, metadata)
+        outs = []
+        for layer, tokens in zip(rig.layers, inputs, strict=True):
+            heads, value = tokens[first : first + batch.num_decodes].clone().split([6, 2], 1)
+            outs.append(step.attend(layer, HeadInputs(heads, value, None)).clone())
+        return outs
+
+    one_by_one = [attended(batch, index) for index, batch in enumerate(steps)]
+    expected = [torch.cat(outs) for outs in zip(*one_by_one, strict=True)]
+    expected_cache = rig.cache.clone()
+    rig.cache.copy_(before)
+    torch.testing.assert_close(attended(chain, 0), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(rig.cache.nan_to_num(9.0), expected_cache.nan_to_num(9.0))

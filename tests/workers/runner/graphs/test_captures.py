@@ -1,8 +1,15 @@
 """The captures of a rank, and steps without one after a failure."""
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+from attention.abstract import AttentionBatch
 from pagedray.rank_progress import ProgressWord, RankReport
+from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.step_graphs import Captures
 
 SIZES = [1, 2, 4, 8]
@@ -98,3 +105,27 @@ def test_one_of_several_ranks_raises_at_a_step_too() -> None:
         captures.find(1)
     with pytest.raises(RuntimeError, match="out of memory"):
         captures.capture_next()
+
+
+@pytest.mark.parametrize(("num_decodes", "size"), [(2, 5), (4, 5), (5, 5), (8, 8), (9, None)])
+def test_chains_replay_no_graph_that_writes_tokens_while_it_reads_others(
+    num_decodes: int, size: int | None
+) -> None:
+    # Not made by its constructor, which needs a GPU.
+    graphs = object.__new__(DecodeGraphs)
+    graphs._sizes = [1, 2, 4, 8]
+    for has_chains, expected in ((True, size), (False, num_decodes if size else None)):
+        batch = AttentionBatch(
+            num_prefills=0,
+            query_lens=np.ones(num_decodes, dtype=np.int32),
+            seq_lens=np.ones(num_decodes, dtype=np.int32),
+            block_tables=np.zeros((num_decodes, 1), dtype=np.int32),
+            slot_mapping=np.zeros(num_decodes, dtype=np.int64),
+            has_chains=has_chains,
+        )
+        inputs: Any = SimpleNamespace(  # Any: in place of StepInputs
+            attention=batch, token_ids=torch.zeros(num_decodes)
+        )
+        assert graphs._fits(inputs) == (expected is not None)
+        if expected is not None:
+            assert graphs._sizes_of(inputs) == (expected,)
