@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cluster.scheduling.sequence import Sequence, SequenceDrafts
@@ -28,7 +30,7 @@ _LONGEST_ANCHOR = 4
 _SHORTEST_ANCHOR = 2
 _FIRST_RATE = 0.6
 """How likely a draft is right as long as none was verified."""
-_SEQUENCE_WEIGHT = 0.15
+_SEQUENCE_WEIGHT = 0.08
 """Weight of a draft in the rates of its sequence; the next is that in the rates of all."""
 _COMMON_WEIGHT = 0.01
 _TIME_WEIGHT = 0.2
@@ -41,7 +43,7 @@ _GAP_S = 0.0003
 """Time between steps without a plan that was made ahead."""
 _MOST_PAUSED = 8
 """Tokens of a sequence without guesses after several misses, if many sequences are running."""
-_MOST_WAITING = 64
+_MOST_WAITING = 256
 """Running sequences up to which a plan may wait for the tokens of the step before."""
 
 
@@ -156,24 +158,23 @@ class RowTimes:
     def __init__(self) -> None:
         self._times: dict[int, tuple[float, int]] = {}
         """The time of steps of a size, and the step that measured it last."""
-        self._seen: set[int] = set()
         self._num_steps = 0
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Note the duration of a step of decodes."""
         size = _size_of(num_rows)
         self._num_steps += 1
-        if size not in self._seen:
-            # The first step of a size may capture a graph or compile a kernel.
-            self._seen.add(size)
-            return
-        before, _ = self._times.get(size, (seconds, 0))
-        # A single step may take any time.
+        weight = _TIME_WEIGHT if size in self._times else 1.0
+        before = self.time_of(size) if self._times else seconds
+        # A single step may take any time; the first of a size may capture a graph.
         change = min(seconds, 2 * before) - before
-        self._times[size] = before + _TIME_WEIGHT * change, self._num_steps
+        self._times[size] = before + weight * change, self._num_steps
 
     def time_of(self, num_rows: int) -> float:
-        """Return the predicted duration of a step of decodes, in seconds; 1 if none is known."""
+        """Return the predicted duration of a step of decodes, in seconds; 1 if none is known.
+
+        Sizes that were not measured are assumed to be fast, so that they are tried.
+        """
         size = _size_of(num_rows)
         known = self._times.get(size)
         if known is not None and self._num_steps - known[1] < _NUM_STEPS_KEPT:
@@ -181,7 +182,7 @@ class RowTimes:
         below = max((other for other in self._times if other < size), default=0)
         above = min((other for other in self._times if other > size), default=0)
         if not below:
-            return self._times[above][0] if above else 1.0
+            return self._times[above][0] * size / above if above else 1.0
         least = self._times[below][0]
         if not above:
             return least * (1 + _UNKNOWN_ROW * (size - below))
@@ -240,9 +241,9 @@ class Speculator:
             proposed = self._proposed(sequence, drafts, num_pending=1)
             if proposed:
                 drafts.note_guess(len(sequence.token_ids), proposed[0])
-                survivals = drafts.survivals(len(proposed) - 1)
-                pending = [drafts.rates[0] * survival for survival in survivals]
-                offers.append(_Offer(sequence, proposed[1:], pending))
+                # If the guess is wrong, there may be other guesses.
+                survivals = self._survivals(drafts, len(proposed) - 1)
+                offers.append(_Offer(sequence, proposed[1:], survivals))
         return bool(self._chosen(offers, num_rows=len(running), room=room))
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
@@ -258,7 +259,8 @@ class Speculator:
             self._settle_guess(sequence, drafts)
             proposed = self._proposed(sequence, drafts, num_pending=0)
             if proposed:
-                offers.append(_Offer(sequence, proposed, drafts.survivals(len(proposed))))
+                survivals = self._survivals(drafts, len(proposed))
+                offers.append(_Offer(sequence, proposed, survivals))
         chosen = self._chosen(offers, num_rows=num_rows, room=room)
         return [
             Chain(offer.sequence, len(offer.sequence.token_ids) - 1, offer.draft_ids[:number])
@@ -295,6 +297,14 @@ class Speculator:
         rates, common = drafts.rates, self._rates
         rates[place] += _SEQUENCE_WEIGHT * (is_right - rates[place])
         common[place] += _COMMON_WEIGHT * (is_right - common[place])
+
+    def _survivals(self, drafts: SequenceDrafts, num_drafts: int) -> list[float]:
+        """Return how likely each of the first drafts of a chain is accepted.
+
+        The rates of a sequence are known too badly to choose the best of many sequences by them.
+        """
+        pairs = zip(drafts.rates[:num_drafts], self._rates, strict=False)
+        return list(accumulate(((own + common) / 2 for own, common in pairs), mul))
 
     def _proposed(
         self, sequence: Sequence, drafts: SequenceDrafts, *, num_pending: int

@@ -198,15 +198,21 @@ def test_rates_follow_the_drafts_of_each_sequence() -> None:
 def test_times_of_sizes_that_were_not_measured_lie_between_those_that_were() -> None:
     times = RowTimes()
     assert times.time_of(5) == 1.0
-    for num_rows, seconds in ((4, 9.0), (4, 0.010), (16, 9.0), (16, 0.022)):
-        # The first step of a size may be much slower.
+    for num_rows, seconds in ((4, 0.010), *[(16, 0.022)] * 80):
         times.note(num_rows, seconds)
     assert times.time_of(4) == pytest.approx(0.010)
     assert times.time_of(8) == pytest.approx(0.014)
     # Graphs have sizes that are multiples of 8.
     assert times.time_of(9) == times.time_of(16) == pytest.approx(0.022)
-    assert times.time_of(1) == pytest.approx(0.010)
+    # Sizes beyond are assumed to be fast, so that they are tried.
+    assert times.time_of(1) == pytest.approx(0.0025)
     assert 0.022 < times.time_of(24) < 0.024
+    # The first step of a size may be much slower than others.
+    times.note(8, 9.0)
+    assert times.time_of(8) == pytest.approx(0.028)
+    for _ in range(30):
+        times.note(8, 0.015)
+    assert times.time_of(8) == pytest.approx(0.015, rel=0.01)
     # One slow step does not say that steps of this size are slow.
     times.note(16, 5.0)
     assert times.time_of(16) < 0.03
