@@ -103,8 +103,13 @@ class PacedEngine:
         """Return the current counts."""
         with self._lock:
             num_running = len(self._requests)
-        names = SchedulerStats.__struct_fields__
-        scheduler = SchedulerStats(**dict.fromkeys(names, 0) | {"num_running": num_running})
+        scheduler = SchedulerStats(
+            num_running=num_running,
+            num_waiting=0,
+            num_queued_requests=0,
+            num_scheduled_tokens=0,
+            num_steps=0,
+        )
         return EngineStats(
             scheduler=scheduler,
             num_steps=self._num_steps,
