@@ -20,6 +20,7 @@ from cluster.engine.watchdog import EngineClock, ProgressClock, Watchdog, positi
 from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.speculation import Speculator
 from pagedray.errors import (
     EngineError,
     HungRankError,
@@ -502,7 +503,7 @@ def _make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
             state_grid=size.state_grid,
         ),
         max_model_len=config.max_model_len,
-        speculation=config.speculation,
+        speculator=None if config.speculation is None else Speculator(config.speculation),
     )
 
 

@@ -25,7 +25,6 @@ from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptL
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.scheduling.speculation import Speculator
 from cluster.scheduling.stats import SchedulerStats, SpeculationStats, cache_counts
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
@@ -37,8 +36,9 @@ if TYPE_CHECKING:
     from cluster.scheduling.device_tier import PromptKeys
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.planner import PlanDraft
+    from cluster.scheduling.speculation import Speculator
     from pagedray.batch import DiskReport, StepOutput, StepPlan
-    from pagedray.config import SchedulerConfig, SpeculationConfig
+    from pagedray.config import SchedulerConfig
 
 __all__ = ["MAX_PLANS_IN_FLIGHT", "Deadlines", "PreparedPrompt", "Scheduler", "SchedulerStats"]
 
@@ -69,8 +69,9 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KvOptions,
         max_model_len: int,
-        speculation: SpeculationConfig | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
+        """Without a speculator, sequences have no drafts."""
         self._max_model_len = max_model_len
         step_times = StepTimes()
         self._swap_costs = SwapCosts(step_times)
@@ -95,10 +96,8 @@ class Scheduler:
         self._cost_meter = None
         if has_choice or pace is not None:
             self._cost_meter = CostMeter(step_times, self._swap_costs, pace)
-        self._speculator: Speculator | None = None
         # A recurrent state cannot lose the tokens behind a wrong draft.
-        if speculation is not None and self._kv.states is None:
-            self._speculator = Speculator(speculation)
+        self._speculator = speculator if self._kv.states is None else None
         self._planner = Planner(
             self._kv,
             self._table,

@@ -40,6 +40,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time for each block that is copied from the device to the CPU pool."""
     block_in_s: float = 0.0
     """Time for each block that is copied back."""
+    gap_s: float = 0.0
+    """Time before a step of which the plan was not made during another step."""
 
     def __post_init__(self) -> None:
         numbers = [number for number, _ in self.points]
@@ -50,7 +52,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not 0 <= numbers[0] <= numbers[-1] <= MOST_TOKENS:
             raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
         values = [value for _, value in self.points]
-        values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s]
+        values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s, self.gap_s]
         if not all(0.0 <= value <= _LONGEST_S for value in values):
             raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
         if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -25,14 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.kv_manager import KvOptions
+    from cluster.scheduling.sequence import Sequence as ScheduledSequence
+    from cluster.scheduling.speculation import Speculator
     from cluster.simulation.step_cost import StepCost
     from cluster.simulation.virtual_disk import VirtualDisk
     from pagedray.batch import StepPlan
     from pagedray.config import SchedulerConfig
 
-__all__ = ["EOS", "VirtualCall", "VirtualReplica", "distinct_prompt"]
+__all__ = ["EOS", "VirtualCall", "VirtualDrafter", "VirtualReplica", "distinct_prompt"]
 
 EOS = 2
+TOKEN = 7
+"""Every other token that sequences sample."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,6 +82,18 @@ class VirtualCall:
         return self.first_token_step - self.arrival_step
 
 
+class VirtualDrafter:
+    """Guesses the tokens of virtual replicas, each right with the same probability."""
+
+    def __init__(self, *, acceptance: float, seed: int = 0) -> None:
+        self._acceptance = acceptance
+        self._rng = random.Random(seed)
+
+    def propose(self, sequence: ScheduledSequence, limit: int) -> list[int]:
+        draws = [self._rng.random() for _ in range(limit)]
+        return [TOKEN if draw < self._acceptance else TOKEN + 1 for draw in draws]
+
+
 class _Flight(NamedTuple):
     """A step that was launched."""
 
@@ -100,13 +117,18 @@ class VirtualReplica:
         *,
         max_model_len: int,
         disk: VirtualDisk | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
-        """The `disk` stores the disk blocks of `kv`; without a disk, `kv` must have none."""
+        """The `disk` stores the disk blocks of `kv`; without a disk, `kv` must have none.
+
+        Sequences have drafts if there is a `speculator`.
+        """
         assert disk is not None or not kv.num_disk_blocks
         self.scheduler = Scheduler(
             config=config,
             kv=replace(kv, hash_key=b"the key of simulations"),
             max_model_len=max_model_len,
+            speculator=speculator,
         )
         self._disk = disk if self.scheduler.has_disk else None
         self.block_size = kv.block_size
@@ -221,6 +243,8 @@ class VirtualReplica:
         if self._disk is not None:
             self._disk.launch(plan, self.now_s)
         token_ids = self._sample(plan)
+        if not self._in_flight:
+            self.now_s += self._cost.gap_s
         steps_ended_s = max(self.now_s, self._step_ended_s)
         begins_s = self._copies.launch(plan, now_s=self.now_s, steps_ended_s=steps_ended_s)
         forward_s = self._cost.forward_s(plan)
@@ -235,7 +259,7 @@ class VirtualReplica:
                 call.start_step = self.num_steps + len(self._in_flight)
             self._rows[start.row] = call, start.num_prompt_tokens + call.num_output_tokens
         return [
-            EOS if one.first_position + one.num_tokens + 1 == self._rows[one.row][1] else 7
+            EOS if one.first_position + one.num_tokens + 1 == self._rows[one.row][1] else TOKEN
             for one in plan.sequences
             if one.is_sampled
         ]

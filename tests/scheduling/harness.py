@@ -9,6 +9,7 @@ from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import Placed
+from cluster.scheduling.speculation import Speculator
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig, SpeculationConfig
 from pagedray.request import FinishReason, Request
@@ -69,6 +70,11 @@ class Harness:
             max_queued_requests=max_queued_requests,
             preemption=preemption,
         )
+        speculator = None
+        if num_drafts:
+            config = SpeculationConfig(num_speculative_tokens=num_drafts)
+            speculator = Speculator(config, GuessingDrafter(0, right=right))
+            speculator.times = FreeDrafts()
         self.scheduler = Scheduler(
             config=self.config,
             kv=KvOptions(
@@ -84,13 +90,8 @@ class Harness:
                 state_grid=state_grid,
             ),
             max_model_len=max_model_len,
-            speculation=SpeculationConfig(num_speculative_tokens=num_drafts)
-            if num_drafts
-            else None,
+            speculator=speculator,
         )
-        if (speculator := self.scheduler._speculator) is not None:
-            speculator.drafter = GuessingDrafter(0, right=right)
-            speculator.times = FreeDrafts()
         self._seeds = SeedRecords()
         self.known_bad: set[BadValue] = set()
         """What logits came from that the scheduler knows to be bad."""

@@ -1,0 +1,112 @@
+"""Tokens per second in virtual time with drafts: the speculator against fixed numbers of drafts.
+
+    python -m bench.scheduler.drafts
+
+Requests run together on a model with the costs of Llama-8B on an H200. Each draft is right with the
+same probability. A fixed number of drafts is that of every sequence in every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.scheduling.kv_manager import KvOptions
+from cluster.scheduling.speculation import Speculator
+from cluster.simulation.step_cost import LLAMA_8B_H200
+from cluster.simulation.virtual_replica import VirtualDrafter, VirtualReplica
+from pagedray.config import SchedulerConfig, SpeculationConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.sequence import Sequence as ScheduledSequence
+
+__all__ = ["Comparison", "compare"]
+
+_COST = msgspec.structs.replace(LLAMA_8B_H200, gap_s=0.0004)
+_FIXED = (0, 1, 2, 3, 4, 8)
+_MOST = 8
+_NUM_TOKENS = 40_000
+"""Tokens of all requests together, of at least 300 each."""
+
+
+class _FixedDrafts(Speculator):
+    """Buys all drafts that there is room for."""
+
+    def is_worth_waiting(self, running: Sequence[ScheduledSequence], *, room: int) -> bool:
+        return True
+
+    def _chosen(self, offers: list[object], *, num_rows: int, room: int) -> Counter[int]:  # type: ignore[override]  # it reads only their number
+        return Counter(dict.fromkeys(range(len(offers)), self._num_drafts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Tokens per second of the same requests."""
+
+    fixed: dict[int, float]
+    """By number of drafts."""
+    adaptive: float
+
+    @property
+    def best(self) -> int:
+        """The best fixed number of drafts."""
+        return max(self.fixed, key=self.fixed.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """The adaptive rate over the best fixed rate."""
+        return self.adaptive / self.fixed[self.best]
+
+
+def compare(num_requests: int, acceptance: float, *, num_tokens: int = _NUM_TOKENS) -> Comparison:
+    """Return the rates of requests whose drafts are right with this probability."""
+    num_output_tokens = min(max(300, num_tokens // num_requests), 2000)
+    fixed = {}
+    for number in _FIXED:
+        speculator = None
+        if number:
+            config = SpeculationConfig(num_speculative_tokens=number)
+            speculator = _FixedDrafts(config, VirtualDrafter(acceptance=acceptance))
+        fixed[number] = _rate(num_requests, num_output_tokens, speculator)
+    config = SpeculationConfig(num_speculative_tokens=_MOST)
+    adaptive = Speculator(config, VirtualDrafter(acceptance=acceptance))
+    return Comparison(fixed=fixed, adaptive=_rate(num_requests, num_output_tokens, adaptive))
+
+
+def _rate(num_requests: int, num_output_tokens: int, speculator: Speculator | None) -> float:
+    replica = VirtualReplica(
+        SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192),
+        KvOptions(block_size=16, num_blocks=60_000, num_cpu_blocks=0),
+        _COST,
+        max_model_len=4000,
+        speculator=speculator,
+    )
+    for number in range(num_requests):
+        replica.submit([1000 + number] * 100, num_output_tokens=num_output_tokens)
+    replica.run()
+    return replica.num_generated_tokens / replica.now_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.8])
+    options = parser.parse_args()
+    print("| requests | right | without | best fixed | tokens/s | adaptive | ratio |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for num_requests in options.requests:
+        for acceptance in options.acceptance:
+            found = compare(num_requests, acceptance)
+            rates = f"{found.fixed[0]:.0f} | {found.best} | {found.fixed[found.best]:.0f}"
+            adaptive = f"{found.adaptive:.0f} | {found.ratio:.3f}"
+            print(f"| {num_requests} | {acceptance} | {rates} | {adaptive} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
