@@ -13,6 +13,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.sequence import Sequence, SequenceDrafts
 from cluster.scheduling.stats import SpeculationStats
 from pagedray.batch import TOKEN_ID_BYTES
@@ -315,7 +316,11 @@ class Speculator:
         limit = min(self._num_drafts, sequence.max_length - num_tokens - num_pending - 1)
         if limit <= 0 or num_tokens < drafts.paused_until:
             return ()
-        proposed = self.drafter.propose(sequence, num_pending + limit)
+        # A defect of a drafter ends only the request.
+        try:
+            proposed = self.drafter.propose(sequence, num_pending + limit)
+        except Exception as error:
+            raise BlamedError(sequence) from error
         if not proposed:
             drafts.note_miss(num_tokens, self._most_paused)
         return proposed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.sequence import SequenceDrafts
 from cluster.scheduling.speculation import (
     Chain,
@@ -234,6 +235,26 @@ def test_sequences_run_ahead_unless_drafts_are_likely_right() -> None:
     # The number of tokens is not known, so there is no plan before the output.
     assert harness.schedule() is None
     harness.drain()
+
+
+def test_a_defect_of_a_drafter_ends_only_its_request() -> None:
+    harness = Harness(num_drafts=3, right=1.0)
+    harness.add([1, 2], **LONG)
+    harness.add([1, 3], **LONG)
+    made = harness.scheduler._speculator
+    assert made is not None
+    drafter = made.drafter
+
+    class Failing:
+        def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+            if sequence.request_id == "request-0" and len(sequence.token_ids) > 9:
+                raise ZeroDivisionError
+            return drafter.propose(sequence, limit)
+
+    made.drafter = Failing()
+    with pytest.raises(BlamedError) as caught:
+        harness.drain()
+    assert caught.value.sequence is harness.sequences[0]
 
 
 def chained(harness: Harness, *drafts: int) -> StepOutput:
