@@ -269,11 +269,11 @@ def _delta_chunks(
     num_tokens = len(value)
     parts = (query, key, value, log_decay, beta)
     query, key, value, log_decay, beta = (_chunks(part) for part in parts)
-    decay = log_decay.cumsum(2)  # [num_heads, num_chunks, CHUNK_SIZE, 1]
+    decay = log_decay.double().cumsum(2)  # [num_heads, num_chunks, CHUNK_SIZE, 1]
     pairs = _pair_decays(decay)
     weighted = key * beta
     system = (weighted @ key.mT).mul_(pairs)
-    known = torch.cat((value * beta, weighted * decay.exp()), dim=3)
+    known = torch.cat((value * beta, weighted * decay.exp().float()), dim=3)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     from_values, from_state = solved.split((value.shape[3], key.shape[3]), dim=3)
     out = _pass_chunks(query, key, from_values, decay, pairs, state, from_state=from_state)
@@ -319,7 +319,7 @@ def _scan_chunks(
     """Return the results of a segment by chunks, as `_delta_chunks` does."""
     num_tokens = len(x)
     c, b, x, log_decay = (_chunks(part) for part in (c, b, x * sizes, log_decay))
-    decay = log_decay.cumsum(2)
+    decay = log_decay.double().cumsum(2)
     out = _pass_chunks(c, b, x, decay, _pair_decays(decay), state, from_state=None)
     return out.narrow(0, 0, num_tokens)
 
@@ -327,7 +327,8 @@ def _scan_chunks(
 def _pair_decays(decay: torch.Tensor) -> torch.Tensor:
     """Return the decays from each token to later tokens of its chunk; 0 to earlier tokens."""
     is_later = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=decay.device).triu_(1)
-    return (decay - decay.mT).masked_fill_(is_later, float("-inf")).exp_()
+    # Float64, as a sum over a chunk is large beside the decay of one token.
+    return (decay - decay.mT).float().masked_fill_(is_later, float("-inf")).exp_()
 
 
 def _pass_chunks(
@@ -346,10 +347,10 @@ def _pass_chunks(
     state and `from_state` is subtracted from the changes.
     """
     seen = (query @ key.mT).mul_(pairs)
-    query = query * decay.exp()
+    query = query * decay.exp().float()
     last = decay[:, :, -1:]
-    key = key * (last - decay).exp()
-    last = last.exp()
+    key = key * (last - decay).exp().float()
+    last = last.exp().float()
     out = torch.empty_like(changes)
     current = state.float()
     for i in range(changes.shape[1]):

@@ -62,11 +62,13 @@ static void add_matrix(
 
 /* pairs[i][j] *= factors[i] * exp(decay[i] - decay[j]) for j < i + `last`, and 0 for others. */
 static void decay_pairs(
-    float pairs[CHUNK][CHUNK], const float *decay, const float *factors, int64_t count,
+    float pairs[CHUNK][CHUNK], const double *decay, const float *factors, int64_t count,
     int64_t last) {
+    float differences[CHUNK];
     for (int64_t i = 0; i < count; i++) {
+        for (int64_t j = 0; j < CHUNK; j++) differences[j] = (float)(decay[i] - decay[j]);
         for (int64_t j = 0; j < CHUNK; j += LANES) {
-            const Floats between = decay[i] - load_float(decay + j);
+            const Floats between = load_float(differences + j);
             const Ints is_below = between < 0.0f;
             const Floats scale = exp_below_zero((Floats)((Ints)between & is_below));
             store_all_float(pairs[i] + j, load_float(pairs[i] + j) * scale * factors[i]);
@@ -100,7 +102,9 @@ static void solve_rows(float *rows, int64_t width, float system[CHUNK][CHUNK], i
 typedef struct {
     float *query, *key, *key_columns, *changes, *state, *out;
     float seen[CHUNK][CHUNK], system[CHUNK][CHUNK];
-    float decay[CHUNK], ones[CHUNK], beta[CHUNK];
+    /* A sum of decays over a chunk is large beside the decay of one token. */
+    double decay[CHUNK];
+    float ones[CHUNK], beta[CHUNK];
     int64_t keys, values;
 } Scratch;
 

@@ -118,12 +118,12 @@ static void NAME(load_chunk)(
     const int64_t group = head / (rule->num_heads / rule->num_key_heads) * size;
     const int is_delta = !rule->skip;
     memset(to->query, 0, sizeof(float) * (to->out - to->query));
-    float decay = 0.0f;
+    double decay = 0.0;
     for (int64_t i = 0; i < CHUNK; i++) {
-        if (i >= count) {
-            to->decay[i] = decay;
-            continue;
-        }
+        const int64_t place = (token + i) * rule->num_heads + head;
+        if (i < count) decay += (double)rule->log_decay[place];
+        to->decay[i] = decay;
+        if (i >= count) continue;
         float *query = to->query + i * keys, *key = to->key + i * keys;
         float *change = to->changes + i * (keys + to->values);
         const ELEMENT *value = rule->value + (token + i) * rule->value_stride + head * value_size;
@@ -132,9 +132,7 @@ static void NAME(load_chunk)(
             is_delta);
         NAME(copy_unit)(
             rule->key + (token + i) * rule->key_stride + group, key, size, 1.0f, is_delta);
-        const int64_t place = (token + i) * rule->num_heads + head;
-        to->decay[i] = decay += rule->log_decay[place];
-        const float beta = to->beta[i] = rule->beta[place], factor = -beta * expf(decay);
+        const float beta = to->beta[i] = rule->beta[place], factor = -beta * expf((float)decay);
         for (int64_t j = 0; j < value_size; j++) change[j] = beta * NAME(one)(value + j);
         for (int64_t j = 0; j < size; j++) {
             to->key_columns[j * CHUNK + i] = key[j];
@@ -161,9 +159,9 @@ static void NAME(pass_chunk)(const NAME(Rule) *rule, int64_t count, Scratch *at)
             at->changes, width, at->changes + values, width, 1, at->state, values, height, values,
             keys);
     }
-    const float last = at->decay[CHUNK - 1];
+    const double last = at->decay[CHUNK - 1];
     for (int64_t i = 0; i < count; i++) {
-        const float before = expf(at->decay[i]), after = expf(last - at->decay[i]);
+        const float before = expf((float)at->decay[i]), after = expf((float)(last - at->decay[i]));
         for (int64_t j = 0; j < keys; j++) {
             at->query[i * keys + j] *= before;
             at->key[i * keys + j] *= after;
@@ -173,7 +171,7 @@ static void NAME(pass_chunk)(const NAME(Rule) *rule, int64_t count, Scratch *at)
     add_matrix(at->out, values, at->query, keys, 1, at->state, values, height, values, keys);
     add_matrix(
         at->out, values, at->seen[0], CHUNK, 1, at->changes, width, height, values, count);
-    const float decay = expf(last);
+    const float decay = expf((float)last);
     for (int64_t i = 0; i < keys * values; i++) at->state[i] *= decay;
     add_matrix(at->state, values, at->key, 1, keys, at->changes, width, keys, values, count);
 }

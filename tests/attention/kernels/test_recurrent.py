@@ -153,6 +153,20 @@ def test_scans_of_bfloat16_with_bfloat16_states_are_near() -> None:
     assert (case.states.double() - states)[:4].norm() < 5e-3 * states[:4].norm()
 
 
+def test_strong_decays_are_as_precise_as_weak_decays() -> None:
+    # Their sum over a chunk is in the hundreds.
+    scan = ScanCase.make([192], [2])
+    scan = replace(
+        scan, gates=replace(scan.gates, a_log=torch.full((4,), 2.0), dt_bias=torch.ones(4))
+    )
+    delta = DeltaCase.make([192], [2])
+    delta = replace(delta, log_decay=delta.log_decay - 8.0)
+    for case, run in ((scan, selective_scan), (delta, delta_rule)):
+        expected, states = case.exact()
+        assert (case.run(run).double() - expected).norm() < 3e-7 * expected.norm()
+        assert (case.states[2].double() - states[2]).norm() < 3e-7 * states[2].norm()
+
+
 @pytest.mark.parametrize("gates_first", [True, False])
 @pytest.mark.parametrize(("num_heads", "size"), [(3, 40), (1, 1100)])
 def test_each_group_is_normed_with_its_own_weight(
