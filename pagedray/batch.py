@@ -6,9 +6,9 @@ samples, so that the controller can send plan k + 1 before it has seen the token
 step k. The end of a sequence is not sent: its row is absent from later plans until
 another sequence starts in it.
 
-A rank executes a plan in this order: starts, copies of blocks on the device, forward pass,
-sampling. Plans are executed in the order in which they are sent, so a block may go to another
-sequence in the plan after its last use.
+A rank executes a plan in this order: starts, copies of blocks on the device, forward pass, late
+copies of states, sampling. Plans are executed in the order in which they are sent, so a block may
+go to another sequence in the plan after its last use.
 
 Copies between the pools (evictions, swap-outs, swap-ins) run concurrently with steps: they begin
 after all earlier steps, and have ended once every rank has acknowledged the step. Until then, no
@@ -23,7 +23,8 @@ not read any more, and the blocks may go to another sequence in the same plan.
 The recurrent state of row `r` of a model with such states, its live state, is in the
 `CacheSize.state_blocks` (`n`) device blocks from `num_blocks + r * n` on, behind the blocks of the
 pool. The tokens of a row at position 0 begin with zeros. The row takes in each token once: no plan
-computes a token of it again.
+computes a token of it again. The live states of all rows are followed by spare states of
+the same size (`StepLimits.num_spare_states`), where the forward pass saves states within chunks.
 
 Reads and writes of files depend on no step: they begin when the plan arrives, and a `DiskReport` of
 every rank ends them. Until then, no plan writes a CPU block that they read, or uses one that they
@@ -56,6 +57,7 @@ __all__ = [
     "SequencePlan",
     "SequenceStart",
     "Shutdown",
+    "StateSave",
     "StepAck",
     "StepMasks",
     "StepOutput",
@@ -208,6 +210,15 @@ class TextBatch(msgspec.Struct, frozen=True, array_like=True):
         return sum(map(len, self.token_ids))
 
 
+class StateSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A recurrent state within a chunk that the forward pass copies to a spare state."""
+
+    row: int
+    position: int
+    """The number of tokens of the row that are in the state. It is within the chunk of the row, a
+    multiple of `CacheSize.state_grid` behind its first position."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """The work of one step."""
 
@@ -233,6 +244,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """CPU block to disk block."""
     texts: TextBatch | None = None
     """The texts of a model that makes embeddings, with which nothing else is in the plan."""
+    saves: list[StateSave] = []
+    """The states that the forward pass saves, the first to the first spare state."""
+    late_copies: list[BlockCopy] = []
+    """Device block to device block, after the forward pass: spare states or live states to
+    snapshots."""
 
     @property
     def num_tokens(self) -> int:

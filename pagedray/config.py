@@ -14,6 +14,7 @@ from pagedray.model_config import ModelConfig
 
 __all__ = [
     "LARGE_LIMITS",
+    "MOST_SPARE_STATES",
     "AllReduce",
     "CacheConfig",
     "CacheSize",
@@ -46,6 +47,8 @@ QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
 SpeculationMethod = Literal["ngram"]
 
 
+MOST_SPARE_STATES = 8
+"""The most states that a step saves within its chunks."""
 _MOST_THREADS = 4096
 
 
@@ -57,6 +60,11 @@ class StepLimits:
     """Maximum number of sequences in a step."""
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens in a step."""
+
+    @property
+    def num_spare_states(self) -> int:
+        """Recurrent states that a step may save within its chunks, a power of two."""
+        return 1 << (min(self.max_num_seqs, MOST_SPARE_STATES).bit_length() - 1)
 
 
 LARGE_LIMITS = StepLimits(max_num_seqs=1024, max_num_batched_tokens=8192)
@@ -321,6 +329,13 @@ class EngineConfig:
     def max_num_batched_tokens(self) -> int:
         """The token budget of a step; ranks may choose a larger budget."""
         return self.scheduler.limits().max_num_batched_tokens
+
+    @property
+    def num_states(self) -> int:
+        """The number of states of rows and of spare states, for models with recurrent states."""
+        limits = self.scheduler.limits()
+        num_spares = limits.num_spare_states if self.cache.enable_prefix_cache else 0
+        return limits.max_num_seqs + num_spares
 
     def with_limits(self, chosen: StepLimits) -> EngineConfig:
         """Return the configuration with limits that the ranks have chosen where none are set."""

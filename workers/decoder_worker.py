@@ -253,7 +253,7 @@ class DecoderWorker(Worker):
                 num_blocks=num_blocks,
                 host_pool=host_pool,
                 num_staging=staging,
-                num_rows=self._config.max_num_seqs if self._spec.states else 0,
+                num_states=self._config.num_states if self._spec.states else 0,
                 shares_states=shares_states,
             )
         except (MemoryError, OSError, RuntimeError) as error:
@@ -264,13 +264,17 @@ class DecoderWorker(Worker):
             ) from error
 
     @property
+    def _num_spare_states(self) -> int:
+        return self._config.num_states - self._config.max_num_seqs if self._spec.states else 0
+
+    @property
     def _states_text(self) -> str:
         """What to add to the sizes of the pools, for models with states."""
         if not self._spec.states:
             return ""
         return (
-            f", and {self._spec.state_blocks} blocks for the state of each of "
-            f"{self._config.max_num_seqs} sequences"
+            f", and {self._spec.state_blocks} blocks for each of {self._config.num_states} states "
+            f"of {self._config.max_num_seqs} sequences"
         )
 
     def _make_rows(self) -> tuple[TokenTable, InputBatch, Sampler]:
@@ -291,6 +295,7 @@ class DecoderWorker(Worker):
                 replays_decodes=self._device.type == "cpu" and not self._spec.states,
                 windows=self._spec.group_windows,
                 has_states=bool(self._spec.states),
+                num_spare_states=self._num_spare_states,
             )
             sampler = Sampler(
                 max_num_rows=max_num_seqs,
@@ -332,6 +337,7 @@ class DecoderWorker(Worker):
                 progress=self._group.progress,
                 is_alone=self._group.size == 1,
                 states=cache.states,
+                num_spare_states=self._num_spare_states,
             )
             if sizes.decodes:
                 decode_graphs = DecodeGraphs(setup, sizes.decodes, self._backend, self._spec)

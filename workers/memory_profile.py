@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan, pack_token_ids
-from pagedray.config import CacheSize, EngineConfig
+from pagedray.config import MOST_SPARE_STATES, CacheSize, EngineConfig
 from pagedray.errors import DeviceError, StartupError
 from pagedray.layout import num_held_blocks
 from pagedray.machine import available_host_bytes, host_memory_bytes
@@ -184,7 +184,7 @@ def cache_size(
     )
     num_host_blocks = num_cpu_blocks
     if spec.device.type == "cpu":
-        num_host_blocks += num_blocks + config.max_num_seqs * spec.state_blocks
+        num_host_blocks += num_blocks + config.num_states * spec.state_blocks
     _check_host_memory(num_host_blocks * size.block_bytes, num_neighbors)
     return size
 
@@ -211,7 +211,7 @@ def host_pool_bytes(config: EngineConfig) -> int:
 
 def _num_fitting_blocks(config: EngineConfig, spec: AttentionSpec, memory: int) -> int:
     """Return the blocks of a device pool that fit into memory and are of use."""
-    state_bytes = config.max_num_seqs * spec.state_blocks * spec.block_bytes
+    state_bytes = config.num_states * spec.state_blocks * spec.block_bytes
     num_blocks = max(memory - state_bytes, 0) // spec.block_bytes
     num_blocks -= num_staging(config, spec, num_blocks)
     num_groups = len(spec.group_windows)
@@ -229,8 +229,8 @@ def _num_fitting_blocks(config: EngineConfig, spec: AttentionSpec, memory: int) 
         states = ""
         if spec.states:
             states = (
-                f" and {state_bytes} bytes for the states of {config.max_num_seqs} sequences "
-                f"({spec.state_bytes} bytes each)"
+                f" and {state_bytes} bytes for {config.num_states} states of "
+                f"{config.max_num_seqs} sequences ({spec.state_bytes} bytes each)"
             )
         raise DeviceError(
             f"Only {memory} bytes of {spec.device.type} memory are left for the KV cache, which "
@@ -246,7 +246,9 @@ def num_rows_with_states(spec: AttentionSpec, num_rows: int, free_bytes: int) ->
     row_bytes = spec.state_blocks * spec.block_bytes
     if not row_bytes:
         return num_rows
-    return max(1, min(num_rows, free_bytes // _STATE_PART // row_bytes))
+    num_states = free_bytes // _STATE_PART // row_bytes
+    # There are at most as many spare states as rows.
+    return max(1, min(num_rows, max(num_states // 2, num_states - MOST_SPARE_STATES)))
 
 
 def _check_host_memory(rank_bytes: int, num_ranks: int) -> None:

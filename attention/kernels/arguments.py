@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "CHUNK_SIZE",
@@ -254,6 +255,15 @@ class Segments:
     """An upper bound of the tokens of a segment; 1 is a decode."""
     num_prompts: int | None = None
     """An upper bound of the segments of several tokens, which are the first; None if all may be."""
+    save_ends: torch.Tensor | None = None
+    """Tokens before which states are saved, `[num_spares]` int32, -1 for none. Each is within a
+    segment of several tokens, a multiple of `CHUNK_SIZE` behind its first. The last `num_spares`
+    states are the spare states, to which they are saved."""
+
+    @property
+    def num_spares(self) -> int:
+        """The number of spare states."""
+        return 0 if self.save_ends is None else len(self.save_ends)
 
     @property
     def max_prompts(self) -> int:
@@ -266,6 +276,25 @@ class Segments:
         starts = self.query_starts.tolist()
         spans = zip(self.rows.tolist(), starts, starts[1:], strict=False)
         return [(row, first, end) for row, first, end in spans if row >= 0 and first < end]
+
+    def parts(self) -> Iterator[tuple[slice, Segments, int, int]]:
+        """Yield the tokens up to each save, their segments, the row and the index of a spare state.
+
+        The tokens behind the last save are the last part, with row -1.
+        """
+        ends = [] if self.save_ends is None else self.save_ends.tolist()
+        starts = self.query_starts.tolist()
+        first = 0
+        for end, spare in sorted((end, spare) for spare, end in enumerate(ends) if end >= 0):
+            row = self.rows[bisect_left(starts, end) - 1].item()
+            yield slice(first, end), self._part(first, end), int(row), spare
+            first = end
+        yield slice(first, None), self._part(first, starts[-1]), -1, -1
+
+    def _part(self, first: int, end: int) -> Segments:
+        """Return the segments of some of the tokens, without saves."""
+        starts = self.query_starts.clamp(first, end) - first
+        return replace(self, query_starts=starts, save_ends=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

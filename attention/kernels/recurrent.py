@@ -7,6 +7,7 @@ may be far apart, and each is contiguous.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -44,6 +45,12 @@ def causal_conv(
         from attention.kernels.triton import causal_conv as triton_kernel
 
         return triton_kernel.causal_conv(x, weight, bias, states, segments, activation)
+    if segments.save_ends is not None:
+        saving = [
+            causal_conv(x[tokens], weight, bias, states, own, activation)
+            for tokens, own in _parts(states, segments)
+        ]
+        return torch.cat(saving)
     has_silu = activation == "silu"
     results = recurrent_steps.causal_conv(x, weight, bias, states, segments, has_silu=has_silu)
     if results is not None:
@@ -128,19 +135,7 @@ def selective_scan(
         return triton_kernels.selective_scan(x, b, c, gates, states, segments)
     sizes = functional.softplus(gates.dt.float() + gates.dt_bias)
     log_decay = -gates.a_log.exp() * sizes
-    out = x.new_zeros(x.shape)
-    parts = c, b, x, log_decay, sizes
-    if recurrent_steps.selective_scan(*parts, gates.d, states, segments, out):
-        return out
-    for row, chunks, last in _cut(segments):
-        state = states[row]
-        if chunks is not None:
-            results = _scan_chunks(*_spread(*(part[chunks] for part in parts)), state=state)
-            out[chunks] = results.add_(x[chunks] * gates.d[:, None])
-        if last is not None:
-            results = _scan_step(*_spread(*(part[last] for part in parts)), state=state)
-            out[last] = results.add_(x[last] * gates.d[:, None])
-    return out
+    return _selective_scan(c, b, x, log_decay, sizes, gates.d, states, segments)
 
 
 def gated_norm(x: torch.Tensor, norm: GatedNorm, *, gates_first: bool) -> torch.Tensor:
@@ -171,8 +166,23 @@ def _delta_rule(
     segments: Segments,
 ) -> torch.Tensor:
     """Return the results on a CPU, by a kernel or else by torch."""
-    out = value.new_zeros(value.shape)
     parts = query, key, value, log_decay, beta
+    if segments.save_ends is not None:
+        saving = [
+            _delta_rule(
+                query[tokens],
+                key[tokens],
+                value[tokens],
+                log_decay[tokens],
+                beta[tokens],
+                None if norm is None else replace(norm, z=norm.z[tokens]),
+                states,
+                own,
+            )
+            for tokens, own in _parts(states, segments)
+        ]
+        return torch.cat(saving)
+    out = value.new_zeros(value.shape)
     if recurrent_steps.delta_rule(*parts, norm, states, segments, out):
         return out
     for row, chunks, last in _cut(segments):
@@ -184,6 +194,48 @@ def _delta_rule(
             results = _delta_step(*_prepared(*(part[last] for part in parts)), state=state)
             out[last] = _normed(results, norm, last)
     return out
+
+
+def _selective_scan(
+    c: torch.Tensor,
+    b: torch.Tensor,
+    x: torch.Tensor,
+    log_decay: torch.Tensor,
+    sizes: torch.Tensor,
+    d: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Return the results on a CPU, by a kernel or else by torch."""
+    parts = c, b, x, log_decay, sizes
+    if segments.save_ends is not None:
+        saving = [
+            _selective_scan(
+                c[tokens], b[tokens], x[tokens], log_decay[tokens], sizes[tokens], d, states, own
+            )
+            for tokens, own in _parts(states, segments)
+        ]
+        return torch.cat(saving)
+    out = x.new_zeros(x.shape)
+    if recurrent_steps.selective_scan(*parts, d, states, segments, out):
+        return out
+    for row, chunks, last in _cut(segments):
+        state = states[row]
+        if chunks is not None:
+            results = _scan_chunks(*_spread(*(part[chunks] for part in parts)), state=state)
+            out[chunks] = results.add_(x[chunks] * d[:, None])
+        if last is not None:
+            results = _scan_step(*_spread(*(part[last] for part in parts)), state=state)
+            out[last] = results.add_(x[last] * d[:, None])
+    return out
+
+
+def _parts(states: torch.Tensor, segments: Segments) -> Iterator[tuple[slice, Segments]]:
+    """Yield the tokens up to each save with their segments; save the state after them."""
+    for tokens, own, row, spare in segments.parts():
+        yield tokens, own
+        if row >= 0:
+            states[spare - segments.num_spares] = states[row]
 
 
 def _cut(segments: Segments) -> Iterator[tuple[int, slice | None, slice | None]]:

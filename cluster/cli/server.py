@@ -21,6 +21,7 @@ from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.listener import url_host
 from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.config import StepLimits
 from pagedray.errors import StartupError
 from pagedray.text import pluralize
 
@@ -266,9 +267,10 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
         )
     if stats.state_blocks:
         rows, num_bytes = stats.scheduler.max_num_seqs, stats.state_blocks * stats.block_bytes
+        num_states = config.with_limits(StepLimits(max_num_seqs=rows)).num_states
         yield (
             f"Recurrent states of {pluralize(rows, 'sequence')} of {num_bytes / 2**20:.1f} MiB, "
-            f"{rows * num_bytes / 2**30:.1f} GiB in addition to the KV cache"
+            f"{num_states * num_bytes / 2**30:.1f} GiB in addition to the KV cache"
         )
     if config.sampling_defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)

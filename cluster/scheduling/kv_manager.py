@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.costs import SwapCosts
     from cluster.scheduling.device_tier import PromptKeys
+    from pagedray.config import StepLimits
     from pagedray.request import Request
 
 __all__ = ["Admitted", "KvManager", "KvOptions", "Refusal"]
@@ -91,8 +92,9 @@ class KvManager:
         "states",
     )
 
-    def __init__(self, options: KvOptions, *, costs: SwapCosts | None, max_num_tokens: int) -> None:
-        """Without costs, every copy is worth its time. A step has at most `max_num_tokens`."""
+    def __init__(self, options: KvOptions, *, costs: SwapCosts | None, limits: StepLimits) -> None:
+        """Without costs, every copy is worth its time. `limits` are those of a step."""
+        max_num_tokens = limits.max_num_batched_tokens
         self.block_size = options.block_size
         """Tokens per block."""
         self.groups = GroupTables(
@@ -136,6 +138,7 @@ class KvManager:
                 num_blocks=options.state_blocks,
                 num_tokens=options.state_blocks * self.block_size // self.groups.num_groups,
                 grid=grid,
+                limits=limits,
             )
         self.pool = self.device.pool
         self.cpu_pool = self.cpu.pool

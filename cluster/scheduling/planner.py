@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.kv_manager import KvManager
     from cluster.scheduling.sequence_table import SequenceTable
     from cluster.scheduling.speculation import Chain, Speculator
-    from pagedray.batch import TextBatch
+    from pagedray.batch import StateSave, TextBatch
     from pagedray.config import SchedulerConfig
 
 __all__ = ["PlanDraft", "Planner"]
@@ -84,7 +84,8 @@ class Planner:
 
         `may_speculate` is true if all tokens sampled so far are known.
         """
-        budget = StepBudget(step, num_tokens=self._max_num_tokens)
+        grid = 0 if self._states is None else self._states.grid
+        budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=grid)
         draft = budget.draft
         table = self._table
         self._preemptor.begin_step(step)
@@ -113,7 +114,8 @@ class Planner:
             for save in self._states.saves:
                 with Blame(save.sequence):
                     self._states.make_snapshot(save)
-            draft.copies += self._states.end_draft()
+            copies, draft.saves, draft.late_copies = self._states.end_draft()
+            draft.copies += copies
         draft.swap_outs = self._preemptor.swap_outs
         draft.evictions, draft.restores = self._kv.take_copies(step)
         if self._kv.disk is not None:
@@ -230,12 +232,16 @@ class Planner:
         while budget.num_tokens and self._has_time:
             head = self._next_waiting(budget, skipped)
             if head is not None and not (left and is_before(left[0], head)):
+                if budget.is_spent_for(head):
+                    break
                 with Blame(head):
                     has_started = self._start_if_room(head, budget)
                 if not has_started:
                     skipped.skip(head)
             elif left:
                 sequence = left.popleft()
+                if budget.is_spent_for(sequence):
+                    break
                 if num_tokens := budget.num_tokens_for(sequence):
                     with Blame(sequence):
                         self._plan_chunk(sequence, budget, num_tokens=num_tokens)
@@ -341,6 +347,8 @@ class Planner:
         budget.draft.add_chunk(sequence, num_tokens, kv=self._kv)
         budget.num_tokens -= num_tokens
         sequence.num_computed = num_computed
+        if self._states is not None:
+            self._states.end_chunk(sequence)
         num_charged = min(num_computed, sequence.num_initial_tokens)
         if num_charged > sequence.num_charged:
             cost = (num_charged - sequence.num_charged) * sequence.active.token_cost
@@ -447,6 +455,7 @@ class StepBudget:
     """The rest of a step that its plan may still use, with the plan."""
 
     __slots__ = (
+        "_grid",
         "_max_num_tokens",
         "draft",
         "first_share",
@@ -457,7 +466,9 @@ class StepBudget:
         "step",
     )
 
-    def __init__(self, step: int, *, num_tokens: int) -> None:
+    def __init__(self, step: int, *, num_tokens: int, grid: int) -> None:
+        """Recurrent states are kept at multiples of `grid`; it is 0 without states."""
+        self._grid = grid
         self.step = step
         self.draft = PlanDraft(step)
         self._max_num_tokens = num_tokens
@@ -485,6 +496,17 @@ class StepBudget:
         num_most = max(self._max_num_tokens // 4, 1)
         return min(self.num_tokens, max(num_most - self.num_other_tokens, 0))
 
+    def is_spent_for(self, sequence: Sequence) -> bool:
+        """Return whether a prompt is to have the first tokens of the next step instead.
+
+        Its chunk would end where no state is kept, and its later chunks could not save states.
+        """
+        return (
+            self.num_tokens < self._grid
+            and bool(self.draft.prefilled)
+            and self.num_tokens < sequence.length - sequence.num_computed
+        )
+
 
 class PlanDraft:
     """The parts of a plan that are decided so far."""
@@ -501,9 +523,11 @@ class PlanDraft:
         "disk_writes",
         "evictions",
         "growing_rows",
+        "late_copies",
         "new_block_ids",
         "prefilled",
         "restores",
+        "saves",
         "single_samples",
         "singles",
         "starts",
@@ -545,6 +569,8 @@ class PlanDraft:
         self.deferred: list[Sequence] = []
         """Sequences that start with masks that must be made before their tokens are planned."""
         self.texts: TextBatch | None = None
+        self.saves: list[StateSave] = []
+        self.late_copies: list[BlockCopy] = []
 
     @property
     def is_empty(self) -> bool:
@@ -614,4 +640,6 @@ class PlanDraft:
             self.disk_reads,
             self.disk_writes,
             self.texts,
+            self.saves,
+            self.late_copies,
         )

@@ -82,7 +82,7 @@ class Scheduler:
         self._kv = KvManager(
             kv,
             costs=None if config.preemption == "swap" else self._swap_costs,
-            max_num_tokens=limits.max_num_batched_tokens,
+            limits=limits,
         )
         self._max_num_tokens = limits.max_num_batched_tokens
         self._table = SequenceTable(self._kv, num_rows=limits.max_num_seqs, backlog=self._backlog)

@@ -11,8 +11,10 @@ snapshot, and at long distances. A running sequence keeps its last one, which th
 A turn of a conversation continues the end of the turn before, either of its prompt or of its
 output; the one that was found tells which end the next turn needs, and it is evicted first once the
 turn has a snapshot of its own.
-A plan copies before its forward pass: a snapshot is copied from the live state when the next token
-to compute is at `p`, and a live state from a snapshot when a sequence computes its first token.
+A plan copies before its forward pass: a live state from a snapshot when a sequence computes its
+first token, and a snapshot from the live state when a running sequence is to compute its token at
+`p`. Snapshots of prompts are copied after the forward pass that computes the tokens before `p`:
+from the live state if a chunk ends at `p`, and from a spare state if it goes on.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.device_tier import BlockKey
 from cluster.scheduling.sequence import Sequence, SequenceStates, Waiting
-from pagedray.batch import BlockCopy
+from pagedray.batch import BlockCopy, StateSave
 
 if TYPE_CHECKING:
     from cluster.scheduling.device_tier import DeviceTier
     from cluster.scheduling.prefix_cache import PrefixCache
+    from pagedray.config import StepLimits
 
-__all__ = ["Save", "StateCopier"]
+__all__ = ["Save", "StateCopier", "StateCopies"]
 
 _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""
@@ -76,20 +79,31 @@ class Save(NamedTuple):
     kind: SnapshotKind
 
 
+class StateCopies(NamedTuple):
+    """What a plan does with states on the device, as in `StepPlan`."""
+
+    copies: list[BlockCopy]
+    saves: list[StateSave]
+    late_copies: list[BlockCopy]
+
+
 class StateCopier:
     """Plans the copies of states on the device, and which positions have snapshots."""
 
     __slots__ = (
-        "_copies",
         "_device",
         "_evictions",
         "_first_live",
-        "_grid",
         "_held",
         "_least_saved",
+        "_limits",
+        "_num_free_spares",
         "_num_pending",
+        "_planned",
         "_prefixes",
         "_turns",
+        "_useless",
+        "grid",
         "num_blocks",
         "num_loaded",
         "num_saved",
@@ -107,6 +121,7 @@ class StateCopier:
         num_blocks: int,
         num_tokens: int,
         grid: int,
+        limits: StepLimits,
     ) -> None:
         """A state has `num_blocks`, which would have room for keys and values of `num_tokens`.
 
@@ -114,14 +129,18 @@ class StateCopier:
         """
         self._device = device
         self._prefixes = prefixes
-        self._grid = grid
+        self.grid = grid
+        """Positions of snapshots are multiples of it."""
         self._first_live = device.pool.num_blocks
         self.num_blocks = num_blocks
         """Blocks of a state."""
         self._least_saved = num_tokens // _LEAST_PART
         """The distance from which on a snapshot is worth its blocks."""
-        self._copies: list[BlockCopy] = []
-        """Copies on the device in the plan that is being made."""
+        self._limits = limits
+        self._num_free_spares = limits.num_spare_states
+        """Spare states that the plan that is being made does not use yet."""
+        self._planned = StateCopies([], [], [])
+        """Copies and saves in that plan."""
         self._evictions: list[BlockCopy] = []
         """Copies of the live states of preempted sequences to the CPU pool in that plan."""
         self._num_pending: dict[bytes, int] = {}
@@ -132,6 +151,8 @@ class StateCopier:
         """Recent ends of turns by the digests of their first parts; other snapshots are shared."""
         self._held: list[int] = []
         """Blocks that these copies read or write, which are released with the plan."""
+        self._useless: list[BlockKey] = []
+        """The keys of snapshots that are of no use after the plan."""
         self.num_saved = self.num_loaded = 0
         """Snapshots that were made, and that were found and reused."""
         self.num_skipped = 0
@@ -143,8 +164,9 @@ class StateCopier:
 
     def clear(self) -> None:
         """Forget the plan that is being made."""
-        self._copies, self._evictions, self.saves, self._held = [], [], [], []
-        self._num_pending = {}
+        self._held, self._useless = [], []
+        self.end_draft()
+        self._evictions, self._num_pending = [], {}
 
     @property
     def is_pending(self) -> bool:
@@ -158,7 +180,7 @@ class StateCopier:
         """
         waiting = sequence.state
         assert isinstance(waiting, Waiting)
-        position = self._num_known(sequence) // self._grid * self._grid
+        position = self._num_known(sequence) // self.grid * self.grid
         if position <= num_found or waiting.num_state_waits == _MOST_WAITS:
             return False
         if next(self._prefixes.state_keys(sequence, position)).digest not in self._num_pending:
@@ -176,7 +198,7 @@ class StateCopier:
         states.last_position = sequence.num_computed
         # Siblings, and sequences that start again, find snapshots of their own request.
         if load_ids and sequence.active.is_queued:
-            self._note_turn(sequence, continues_output=num_unreused >= self._grid)
+            self._note_turn(sequence, continues_output=num_unreused >= self.grid)
 
     def resume(self, sequence: Sequence, load_ids: list[int]) -> SequenceStates:
         """Do the same for a sequence that comes back from the CPU pool, and return its states."""
@@ -214,7 +236,7 @@ class StateCopier:
 
     def evict_live(self, sequence: Sequence, targets: list[int]) -> None:
         """Copy the live state of a sequence that loses its row to blocks of the CPU pool."""
-        self._evictions += self._copies_between(self._live_blocks(sequence), targets)
+        self._evictions += self._copies_between(self._state_blocks(sequence.state.row), targets)
         self.num_swapped_out_blocks += len(targets)
 
     def take_evictions(self) -> list[BlockCopy]:
@@ -225,58 +247,54 @@ class StateCopier:
     def begin_chunk(self, sequence: Sequence, num_tokens: int) -> int:
         """Prepare the next tokens of a prompt; return how many to compute, at most `num_tokens`.
 
-        A chunk ends at the next position of a snapshot, or on the grid, so that the bits of states
-        do not depend on the budget.
+        A chunk ends on the grid, so that the bits of states do not depend on the budget. It goes on
+        at the position of a snapshot if kernels can save the state there.
         """
-        self._begin_tokens(sequence)
+        self._load(sequence)
         states, first = sequence.blocks.states, sequence.num_computed
         assert states is not None
-        end = first + num_tokens
-        if states.wanted and states.wanted[-1] < end:
-            return states.wanted[-1] - first
-        on_grid = end // self._grid * self._grid
-        return num_tokens if end == sequence.prefill_end or on_grid <= first else on_grid - first
+        end, num_free_spares = first + num_tokens, self._num_free_spares
+        on_grid = end // self.grid * self.grid
+        if end < sequence.prefill_end and on_grid > first:
+            end = on_grid
+        for position in reversed(states.wanted):
+            if position >= end:
+                break
+            if not num_free_spares or (position - first) % self.grid:
+                return position - first
+            num_free_spares -= 1
+        return end - first
+
+    def end_chunk(self, sequence: Sequence) -> None:
+        """Plan the snapshots up to the last token that a sequence will have computed."""
+        states, end = sequence.blocks.states, sequence.num_computed
+        assert states is not None
+        last = states.last_position
+        while states.wanted and states.wanted[-1] <= end:
+            position, kind = states.wanted.pop(), SnapshotKind.SHARED
+            if not states.wanted:
+                kind = SnapshotKind.PROMPT
+            elif position == last + _GRIDS_PER_PROMPT * self.grid:
+                kind = SnapshotKind.CHUNK
+            self.saves.append(Save(sequence, position, kind))
+            self._num_free_spares -= position < end
+            last = position
 
     def begin_decode(self, sequence: Sequence) -> None:
         """Prepare the next token of a running sequence, and when it is examined again."""
-        interval, position = _GRIDS_PER_DECODE * self._grid, sequence.num_computed
+        interval, position = _GRIDS_PER_DECODE * self.grid, sequence.num_computed
         states = sequence.blocks.states
         assert states is not None
         is_due = self._device.is_enabled and states.keeps_ends and position % interval == 0
         if not states.repeats_output:
             is_due &= position >= states.last_position + self._least_saved
-        if not self._begin_tokens(sequence) and is_due:
+        if not self._load(sequence) and is_due:
             self.saves.append(Save(sequence, position, SnapshotKind.DECODE))
         next_position = (position // interval + 1) * interval
         sequence.unchecked_until = min(sequence.unchecked_until, next_position)
 
-    def _begin_tokens(self, sequence: Sequence) -> bool:
-        """Copy the state of a sequence to or from its row if that is due before its next tokens.
-
-        Returns whether it is.
-        """
-        states, position = sequence.blocks.states, sequence.num_computed
-        assert states is not None
-        is_wanted, wanted = False, states.wanted
-        while wanted and wanted[-1] <= position:
-            is_wanted = wanted.pop() == position
-        for passed in [one for one in states.pending if one < position]:
-            self._end_pending(states, passed)
-        if states.load_ids:
-            self._load(sequence, states)
-        elif is_wanted:
-            kind = SnapshotKind.SHARED
-            if not wanted:
-                kind = SnapshotKind.PROMPT
-            elif position == states.last_position + _GRIDS_PER_PROMPT * self._grid:
-                kind = SnapshotKind.CHUNK
-            self.saves.append(Save(sequence, position, kind))
-        else:
-            return False
-        return True
-
     def make_snapshot(self, save: Save) -> None:
-        """Copy the live state of a sequence to a snapshot, unless it exists or finds no room.
+        """Copy a state of a sequence to a snapshot, unless it exists or finds no room.
 
         Nothing else in the plan may need blocks afterwards.
         """
@@ -297,42 +315,60 @@ class StateCopier:
         if not parts:
             return
         if save.kind is SnapshotKind.CHUNK:
-            self._evict_first(states.chunk_keys)
+            self._useless += states.chunk_keys
             states.chunk_keys = keys
         elif save.kind is not SnapshotKind.SHARED:
             self._note_end(states, keys, save.kind)
         is_prompt = save.kind is SnapshotKind.PROMPT
         is_replaced = save.kind is SnapshotKind.DECODE or (is_prompt and states.repeats_output)
-        blocks, live = device.pool.allocate_all(len(parts)), self._live_blocks(sequence)
+        blocks = device.pool.allocate_all(len(parts))
         for part, block in zip(parts, blocks, strict=True):
             device.add_block(keys[part], block)
             sequence.blocks.unverified.append((block, keys[part]))
             if is_replaced:
                 states.replaced.append((block, keys[part]))
-        self._copies += self._copies_between([live[part] for part in parts], blocks)
+        index, planned = sequence.state.row, self._planned
+        if save.kind is not SnapshotKind.DECODE and save.position < sequence.num_computed:
+            index = self._limits.max_num_seqs + len(planned.saves)
+            planned.saves.append(StateSave(sequence.state.row, save.position))
+        sources = self._state_blocks(index)
+        copies = planned.copies if save.kind is SnapshotKind.DECODE else planned.late_copies
+        copies += self._copies_between([sources[part] for part in parts], blocks)
         self._held += blocks
         self.num_saved += 1
         # The next token verifies it.
         sequence.recheck_at = 0
 
-    def end_draft(self) -> list[BlockCopy]:
-        """Return the copies on the device for the plan that was drafted."""
+    def end_draft(self) -> StateCopies:
+        """Return what the plan that was drafted does with states."""
         # The first part is evicted first, and looked up first.
         for block in self._held:
             self._device.pool.release(block)
-        copies = self._copies
-        self._copies, self.saves, self._held = [], [], []
-        return copies
+        # The plan itself may have loaded what is evicted first from then on.
+        self._evict_first(self._useless)
+        planned, self._planned = self._planned, StateCopies([], [], [])
+        self.saves, self._held, self._useless = [], [], []
+        self._num_free_spares = self._limits.num_spare_states
+        return planned
 
-    def _load(self, sequence: Sequence, states: SequenceStates) -> None:
-        """Copy a snapshot to the live state of a sequence."""
-        self._copies += self._copies_between(states.load_ids, self._live_blocks(sequence))
+    def _load(self, sequence: Sequence) -> bool:
+        """Copy a snapshot to the live state of a sequence if it begins with one.
+
+        Returns whether it does.
+        """
+        states = sequence.blocks.states
+        assert states is not None
+        if not states.load_ids:
+            return False
+        live = self._state_blocks(sequence.state.row)
+        self._planned.copies.extend(self._copies_between(states.load_ids, live))
         for block in states.load_ids:
             key = self._device.unverified_key(block)
             if key is not None:
                 sequence.blocks.unverified.append((block, key))
         self._held += states.load_ids
         states.load_ids = []
+        return True
 
     def _note_turn(self, sequence: Sequence, *, continues_output: bool) -> None:
         """Find out whether a sequence continues a turn, and which end its next turn will need.
@@ -363,7 +399,7 @@ class StateCopier:
         keys, states.origin = states.origin, []
         turn = self._turns.pop(keys[0].digest, None) if keys else None
         if turn is not None and turn.kind is SnapshotKind.CONTINUED:
-            self._evict_first(keys)
+            self._useless += keys
 
     def _evict_first(self, keys: list[BlockKey]) -> None:
         # The first part is looked up first, so it is evicted before the others.
@@ -395,7 +431,7 @@ class StateCopier:
 
     def _wanted(self, sequence: Sequence) -> list[int]:
         """Return the positions at which the rest of a prompt gets snapshots, the last first."""
-        grid, first = self._grid, sequence.num_computed
+        grid, first = self.grid, sequence.num_computed
         request, num_tokens = sequence.active.request, sequence.num_prompt_tokens
         anchors = [min(length, num_tokens) for length in request.anchors or (num_tokens - 1,)]
         ends = {max(anchors)} | ({num_tokens - 1} if request.sampling.n > 1 else set())
@@ -411,12 +447,12 @@ class StateCopier:
 
     def _between(self, first: int, end: int) -> range:
         """Return the positions of snapshots between two distant snapshots."""
-        interval = _GRIDS_PER_PROMPT * self._grid
+        interval = _GRIDS_PER_PROMPT * self.grid
         return range(first + interval, end, interval)
 
-    def _live_blocks(self, sequence: Sequence) -> list[int]:
-        """Return the blocks of the live state of a sequence with a row."""
-        first = self._first_live + sequence.state.row * self.num_blocks
+    def _state_blocks(self, index: int) -> list[int]:
+        """Return the blocks of the live state of a row, or of a spare state behind all rows."""
+        first = self._first_live + index * self.num_blocks
         return list(range(first, first + self.num_blocks))
 
     def _copies_between(self, sources: list[int], targets: list[int]) -> list[BlockCopy]:

@@ -7,7 +7,7 @@ from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from pagedray.batch import BlockCopy, StepPlan
-from pagedray.config import SchedulerConfig
+from pagedray.config import SchedulerConfig, StepLimits
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ def make_manager(
         enable_cpu_prefix_cache=has_cpu_cache,
         hash_key=b"key",
     )
-    return KvManager(options, costs=None, max_num_tokens=100)
+    return KvManager(options, costs=None, limits=StepLimits(max_num_batched_tokens=100))
 
 
 def make_scheduler(

@@ -11,7 +11,8 @@ In several groups of layers, each has fingerprints of its own. A query must find
 in every block that the window of the group shows it; what lies behind the window may be anything.
 
 With recurrent states, the blocks behind the pool are the live states of rows: every slot of a part
-stands for the tokens that the row has taken in. A chunk must find exactly the tokens before it.
+stands for the tokens that the row has taken in. A chunk must find exactly the tokens before it. The
+states that chunks save behind them are gone after the step.
 
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
@@ -33,6 +34,7 @@ from pagedray.batch import (
     StepPlan,
     pack_token_ids,
 )
+from pagedray.config import StepLimits
 from pagedray.request import FinishReason, Request
 
 VOCAB_SIZE = 11
@@ -203,8 +205,10 @@ class FakeWorker:
         self._token_s = token_s
         self.num_blocks = num_blocks
         self.state_blocks = state_blocks
+        self._num_spares = StepLimits(max_num_seqs=max_num_seqs).num_spare_states
         self.device: list[Block] = [
-            [None] * block_size for _ in range(num_blocks + max_num_seqs * state_blocks)
+            [None] * block_size
+            for _ in range(num_blocks + (max_num_seqs + self._num_spares) * state_blocks)
         ]
         self.cpu: list[Block] = cpu_blocks or [[None] * block_size for _ in range(num_cpu_blocks)]
         self.disk: list[Block] = [[None] * block_size for _ in range(num_disk_blocks)]
@@ -281,6 +285,8 @@ class FakeWorker:
             self._attend(sequence)
         for sequence in sequences:
             self._take_in(sequence)
+        self._save_states(plan)
+        self._copy_on_device(plan.late_copies)
         late_rows = self.late_rows.pop(plan.step, set())
         assert not (late_rows and self.state_blocks), "a row will take a token in twice"
         for sequence in sequences:
@@ -347,9 +353,12 @@ class FakeWorker:
             self._swap(plan.step, self.device, self.cpu, copy)
         for copy in plan.swap_ins:
             self._swap(plan.step, self.cpu, self.device, copy)
-        targets = [copy.target for copy in plan.copies]
+        self._copy_on_device(plan.copies)
+
+    def _copy_on_device(self, copies: list[BlockCopy]) -> None:
+        targets = [copy.target for copy in copies]
         assert len(set(targets)) == len(targets)
-        for copy in plan.copies:
+        for copy in copies:
             assert copy.source not in targets
             self.device[copy.target] = list(self.device[copy.source])
 
@@ -441,6 +450,21 @@ class FakeWorker:
         for part, block in enumerate(self._live_blocks(plan.row)):
             value = in_state(row.chain, end, part) if row.bad is None else row.bad
             self.device[block] = [value] * self.block_size
+
+    def _save_states(self, plan: StepPlan) -> None:
+        """Save states within chunks; spare states keep nothing from step to step."""
+        assert len(plan.saves) <= self._num_spares
+        chunks = {one.row: one for one in plan.chunks}
+        for spare in range(self._num_spares):
+            save = plan.saves[spare] if spare < len(plan.saves) else None
+            for part, block in enumerate(self._live_blocks(self.max_num_seqs + spare)):
+                self.device[block] = [None] * self.block_size
+                if save is not None:
+                    distance = save.position - chunks[save.row].first_position
+                    assert 0 < distance < chunks[save.row].num_tokens
+                    row = self.rows[save.row]
+                    value = in_state(row.chain, save.position, part) if row.bad is None else row.bad
+                    self.device[block] = [value] * self.block_size
 
     def _value(self, row: _Row, position: int) -> int | BadValue:
         """Return what a row computes at its next position."""

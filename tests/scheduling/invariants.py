@@ -194,6 +194,10 @@ class Invariants:
         assert not {one.source for one in plan.copies} & set(targets)
         # No block of a state is used by anything else in the plan.
         states = {block for copy in plan.copies for block in (copy.source, copy.target)}
+        snapshots = {copy.target for copy in plan.late_copies}
+        assert snapshots.isdisjoint(states), "a snapshot is made over another state"
+        states |= snapshots
+        self._check_saves(plan)
         new = {block for one in plan.sequences for block in one.new_block_ids}
         new |= {one.target for one in plan.swap_ins} | {one.source for one in plan.swap_outs}
         if self._scheduler._kv.states is not None:
@@ -220,6 +224,16 @@ class Invariants:
                         or (isinstance(sequence.state, Waiting) and sequence.state.num_state_waits)
                         for sequence in active.sequences
                     )
+
+    def _check_saves(self, plan: StepPlan) -> None:
+        """Check that states are saved where kernels can save them, each within its chunk."""
+        firsts = {one.row: one.first_position for one in plan.chunks if one.num_tokens > 1}
+        states = self._scheduler._kv.states
+        for save in plan.saves:
+            assert states is not None
+            distance = save.position - firsts[save.row]
+            assert distance > 0
+            assert distance % states.grid == 0
 
     def _blocks_being_saved(self) -> list[int]:
         return [block for _, blocks in self._scheduler._kv.cpu._in_flight for block in blocks]

@@ -11,7 +11,7 @@ from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions
 from cluster.scheduling.sequence import Sequence
 from cluster.simulation.step_cost import StepCost
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
-from pagedray.config import SchedulerConfig
+from pagedray.config import SchedulerConfig, StepLimits
 from pagedray.layout import cache_layout, num_held_blocks
 from tests.scheduling.builders import make_sequences
 from tests.scheduling.harness import Harness
@@ -27,7 +27,7 @@ def make_manager(*windows: int | None, num_blocks: int = 40, num_cpu_blocks: int
         hash_key=b"key",
         windows=windows,
     )
-    return KvManager(options, costs=None, max_num_tokens=100)
+    return KvManager(options, costs=None, limits=StepLimits(max_num_batched_tokens=100))
 
 
 def compute(kv: KvManager, sequence: Sequence) -> None:

@@ -13,6 +13,7 @@ from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions, Refusa
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import Sequence, Swapped
 from pagedray.batch import BlockCopy
+from pagedray.config import StepLimits
 from tests.scheduling.builders import (
     admit,
     make_active,
@@ -335,7 +336,7 @@ def test_a_tier_needs_the_one_above_it(
             enable_cpu_prefix_cache=has_cpu_tier,
         ),
         costs=None,
-        max_num_tokens=100,
+        limits=StepLimits(max_num_batched_tokens=100),
     )
     assert (kv.device.is_enabled, kv.cpu.is_enabled, kv.disk is not None) == tiers
     # Sequences may be swapped out without a cache.
@@ -517,7 +518,7 @@ def make_watched_manager(*windows: int | None) -> tuple[KvManager, WatchedTier]:
         enable_cpu_prefix_cache=False,
         windows=windows or (None,),
     )
-    kv = KvManager(options, costs=None, max_num_tokens=100)
+    kv = KvManager(options, costs=None, limits=StepLimits(max_num_batched_tokens=100))
     device = WatchedTier(kv)
     kv.device, kv.pool = device, device.pool
     kv.prefixes = PrefixCache(

@@ -78,6 +78,10 @@ def chunk_ends(harness: Harness) -> list[int]:
     return [one.first_position + one.num_tokens for plan in harness.plans for one in plan.chunks]
 
 
+def saved_positions(harness: Harness) -> list[int]:
+    return [save.position for plan in harness.plans for save in plan.saves]
+
+
 def output_of(harness: Harness, number: int) -> list[int]:
     return harness.results.tokens[f"request-{number}", 0]
 
@@ -307,8 +311,57 @@ def test_chunks_end_on_the_grid_if_the_budget_allows_it(budget: int) -> None:
     harness = make_harness(budget=budget)
     run(harness, tokens(1, 500))
     ends = [end for end in chunk_ends(harness) if end < 500]
-    assert {448} <= set(ends)
+    assert 448 in (*ends, *saved_positions(harness))
     assert budget < 64 or all(end % 64 == 0 for end in ends)
+
+
+def test_a_prompt_with_snapshots_takes_one_step() -> None:
+    harness, prompt = make_harness(), tokens(1, 500)
+    harness.add(prompt, anchors=(200, 300, 490), max_tokens=1)
+    harness.drain()
+    assert chunk_ends(harness) == [500]
+    assert saved_positions(harness) == [192, 256, 448]
+    assert [run(harness, prompt[:end]) for end in (200, 300, 490)] == [192, 256, 448]
+
+
+def test_prompts_without_a_spare_state_end_at_their_snapshots() -> None:
+    harness = make_harness(num_blocks=400, max_num_seqs=16, budget=2000)
+    prompts = [tokens(seed, 100) for seed in range(10)]
+    for prompt in prompts:
+        harness.add(prompt, max_tokens=1)
+    harness.drain()
+    assert sorted(chunk_ends(harness)) == [64] * 2 + [100] * 10
+    assert saved_positions(harness) == [64] * 8
+    assert [run(harness, prompt) for prompt in prompts] == [64] * 10
+
+
+def test_a_chunk_that_begins_off_the_grid_ends_at_its_snapshot() -> None:
+    harness, prompt = make_harness(budget=37), tokens(1, 100)
+    assert run(harness, prompt) == 0
+    assert chunk_ends(harness) == [37, 64, 100]
+    assert run(harness, prompt) == 64
+
+
+@pytest.mark.parametrize("state_blocks", [0, 3])
+def test_prompts_that_find_too_few_tokens_left_begin_on_the_grid(state_blocks: int) -> None:
+    harness = make_harness(budget=340, state_blocks=state_blocks)
+    for seed in range(2):
+        harness.add(tokens(seed, 300), max_tokens=1)
+    harness.add(tokens(2, 40), max_tokens=1)
+    harness.drain()
+    plans = [[one.num_tokens for one in plan.chunks] for plan in harness.plans]
+    assert [one for one in plans if one] == (
+        [[300], [300, 40]] if state_blocks else [[300, 40], [260, 40]]
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [64, 65, 128])
+def test_a_snapshot_at_the_end_of_a_chunk_needs_no_spare_state(num_tokens: int) -> None:
+    harness, prompt = make_harness(budget=64), tokens(1, num_tokens)
+    harness.add(prompt, anchors=(64,), max_tokens=5)
+    harness.drain()
+    assert saved_positions(harness) == []
+    assert run(harness, [*prompt[:64], 5]) == 64
 
 
 def test_long_prompts_have_snapshots_at_long_distances() -> None:
@@ -322,7 +375,7 @@ def test_long_prompts_have_snapshots_at_long_distances() -> None:
     )
     run(harness, tokens(2, 10))
     run(harness, tokens(1, 1200))
-    assert {512, 1024, 1196} <= set(chunk_ends(harness))
+    assert saved_positions(harness) == [8, 512, 1024, 1196]
     assert states_of(harness).num_saved == 4
     kv, keys = harness.scheduler._kv, harness.sequences[1].blocks.keys
     assert next(iter(kv.pool.idle_blocks)) == kv.device.find_block(state_key(keys[511], 0))

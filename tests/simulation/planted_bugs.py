@@ -273,7 +273,7 @@ SequenceBlocks.extend: a prompt gets blocks in one group only
 + // block_size)
 
 StateCopier._load: a state is not loaded
-- self._copies += self._copies_between(states.load_ids, self._live_blocks(sequence))
+- self._planned.copies.extend(self._copies_between(states.load_ids, live))
 + pass
 
 StateCopier._load: a snapshot may be taken by the plan that reads it
@@ -285,12 +285,28 @@ StateCopier.begin_decode: a snapshot is made a token late
 + position % interval == 1
 
 StateCopier.make_snapshot: a snapshot is found under the key of another position
-- save.position))
-+ save.position - self._grid))
+- state_keys(sequence, save.position))
++ state_keys(sequence, save.position - self.grid))
 
-StateCopier._live_blocks: a state is copied to the row of another sequence
-- sequence.state.row * self.num_blocks
-+ sequence.state.row * (self.num_blocks - 1)
+StateCopier._state_blocks: a state is copied to the row of another sequence
+- index * self.num_blocks
++ index * (self.num_blocks - 1)
+
+StateCopier.make_snapshot: two states of a plan are saved to one spare state
+- + len(planned.saves)
++ + 0
+
+StateCopier.make_snapshot: a state within a chunk is copied before it is computed
+- else planned.late_copies
++ else planned.copies
+
+StateCopier.make_snapshot: a state is saved at another position
+- StateSave(sequence.state.row, save.position)
++ StateSave(sequence.state.row, save.position - 1)
+
+StateCopier.end_chunk: a chunk that ends at a snapshot passes it
+- states.wanted[-1] <= end
++ states.wanted[-1] < end
 
 StateCopier.release: blocks of a state that was not loaded are lost
 - self._device.pool.release(block)

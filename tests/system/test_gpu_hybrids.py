@@ -108,8 +108,11 @@ def test_decodes_continue_what_prompts_begin(
         check(folder, prompts, decoded(llm, prompts))
 
 
-def test_hits_and_chunks_change_nothing(folder: Path, prompts: list[list[int]]) -> None:
-    with gpu_llm(folder, max_num_batched_tokens=128) as llm:
+@pytest.mark.parametrize("budget", [128, 2048])
+def test_hits_and_chunks_change_nothing(
+    budget: int, folder: Path, prompts: list[list[int]]
+) -> None:
+    with gpu_llm(folder, max_num_batched_tokens=budget) as llm:
         check(folder, prompts, decoded(llm, prompts))
         check(folder, prompts, decoded(llm, prompts))
         assert llm.stats().scheduler.num_hit_tokens >= 64

@@ -11,7 +11,7 @@ import torch
 from attention.abstract import AttentionSpec, StateTensor
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import StepPlan
-from pagedray.config import CacheSize
+from pagedray.config import CacheSize, EngineConfig
 from pagedray.errors import DeviceError
 from pagedray.machine import available_host_bytes
 from pagedray.rank_progress import ProgressWord
@@ -108,12 +108,15 @@ def test_states_of_all_rows_take_memory_before_blocks() -> None:
         TINY_LLAMA, replace(BESIDE_GPU, max_num_seqs=64, enable_prefix_cache=False)
     )
 
-    def size(num_fitting: int) -> CacheSize:
+    def size(num_fitting: int, config: EngineConfig = config) -> CacheSize:
         free = num_fitting * spec.block_bytes
         return cache_size(config, spec, free_bytes=lambda: free, num_neighbors=1)
 
     assert size(64 * 3 + 100).num_blocks == 100
     assert size(64 * 3 + 100).state_blocks == 3
+    # A step saves up to 8 states, and 3 blocks are for staging.
+    with_cache = replace(config, cache=replace(config.cache, enable_prefix_cache=True))
+    assert size(72 * 3 + 100, with_cache).num_blocks == 97
     with pytest.raises(DeviceError) as caught:
         size(64 * 3)
     numbers = (64 * 3 * spec.block_bytes, spec.block_bytes, 64, spec.state_bytes)
@@ -123,11 +126,10 @@ def test_states_of_all_rows_take_memory_before_blocks() -> None:
 def test_rows_have_at_most_half_of_the_memory_for_their_states() -> None:
     spec = with_state(3)
     size = 3 * spec.block_bytes
-    assert [num_rows_with_states(spec, 256, free) for free in (0, 20 * size, 9999 * size)] == [
-        1,
-        10,
-        256,
-    ]
+    # With the spare states: 5 + 5, 42 + 8.
+    numbers = {0: 1, 20: 5, 100: 42, 9999: 256}
+    for num_free, num_rows in numbers.items():
+        assert num_rows_with_states(spec, 256, num_free * size) == num_rows
     assert num_rows_with_states(replace(spec, states=()), 256, 0) == 256
 
 

@@ -1,8 +1,8 @@
 """A rank with recurrent layers: states are cleared, saved, loaded and swapped.
 
-A small controller plans steps at random: chunks, snapshots, hits of snapshots, swaps and
-recomputation, in rows that other sequences have used. Free blocks and the states of free rows are
-full of NaN. Tokens and their log-probabilities equal those of transformers.
+A small controller plans steps at random: chunks, snapshots before, within and after chunks, hits of
+snapshots, swaps and recomputation, in rows that other sequences have used. Free blocks and the
+states of free rows are full of NaN. Tokens and their log-probabilities equal those of transformers.
 """
 
 import random
@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan, pack_token_ids
+from attention.kernels.arguments import CHUNK_SIZE
+from pagedray.batch import (
+    BlockCopy,
+    SequencePlan,
+    SequenceStart,
+    StateSave,
+    StepPlan,
+    pack_token_ids,
+)
 from tests.greedy import truth_of
 from tests.small_models.checkpoints import Case
 from tests.small_models.family_cases import HYBRID_CASES
@@ -74,7 +82,10 @@ class Controller(StepDriver[Sequence]):
         saved = self._save(planned, plan)
         for one in planned:
             plan.copies.extend(self._copies(one.loaded, self._live(one)))
-        self._launch(plan, [(one, self._chunk(one)) for one in planned])
+        pairs = [(one, self._chunk(one)) for one in planned]
+        for one, chunk in pairs:
+            saved += self._save_late(one, chunk, plan)
+        self._launch(plan, pairs)
         self._snapshots += saved
         for one in planned:
             self._release(one.loaded)
@@ -82,7 +93,7 @@ class Controller(StepDriver[Sequence]):
 
     def _chunk(self, one: Sequence) -> SequencePlan:
         num_left = len(one.token_ids) - one.num_computed
-        num_tokens = self._rng.randint(1, min(num_left, 70))
+        num_tokens = min(self._rng.randint(1, 2 * num_left), num_left)
         added = self._grow(one, one.num_computed + num_tokens)
         assert one.row is not None
         is_sampled = num_tokens == num_left
@@ -112,7 +123,7 @@ class Controller(StepDriver[Sequence]):
             plan.swap_ins.clear()
         elif hits and self._rng.random() < 0.7:
             self.events["hit"] += 1
-            hit = max(hits, key=lambda one: len(one.token_ids))
+            hit = self._rng.choice(hits)
             one.num_computed = len(hit.token_ids)
             one.blocks, one.loaded = self._take(len(hit.blocks)), self._take(self._state_size)
             # Here copies stand for the blocks that sequences share.
@@ -139,6 +150,26 @@ class Controller(StepDriver[Sequence]):
             saved.append(snapshot)
         return saved
 
+    def _save_late(self, one: Sequence, chunk: SequencePlan, plan: StepPlan) -> list[Snapshot]:
+        """Copy the state and the blocks of a sequence after a chunk, and of a place within it."""
+        end, saved = chunk.first_position + chunk.num_tokens, []
+        for position in (chunk.first_position + CHUNK_SIZE, end):
+            if position > end or (position == end and self._rng.random() > 0.5):
+                continue
+            state = self._live(one)
+            if position < end:
+                self.events["save within a chunk"] += 1
+                state = self._state_blocks(self.num_rows + len(plan.saves))
+                plan.saves.append(StateSave(chunk.row, position))
+            num_blocks = -(-position // BLOCK_SIZE)
+            snapshot = Snapshot(
+                one.token_ids[:position], self._take(num_blocks), self._take(self._state_size)
+            )
+            plan.late_copies.extend(self._copies(state, snapshot.state))
+            plan.late_copies.extend(self._copies(one.blocks[:num_blocks], snapshot.blocks))
+            saved.append(snapshot)
+        return saved
+
     def _preempt(self, one: Sequence, plan: StepPlan) -> None:
         needed = len(one.blocks) + self._state_size
         # As for a decode, all tokens but the last are computed.
@@ -158,7 +189,10 @@ class Controller(StepDriver[Sequence]):
 
     def _live(self, one: Sequence) -> list[int]:
         assert one.row is not None
-        first = self.num_blocks + one.row * self._state_size
+        return self._state_blocks(one.row)
+
+    def _state_blocks(self, index: int) -> list[int]:
+        first = self.num_blocks + index * self._state_size
         return list(range(first, first + self._state_size))
 
     @staticmethod
@@ -194,4 +228,4 @@ class Controller(StepDriver[Sequence]):
 @pytest.mark.parametrize("case", params_of_cases(HYBRID_CASES, {"lfm2-moe", "qwen3_5-delta-rules"}))
 def test_states_follow_their_sequences(case: Case, tmp_path: Path) -> None:
     events = Controller.run_all(truth_of(case, tmp_path), Sequence)
-    assert set(events) == {"save", "hit", "swap", "recompute"}
+    assert set(events) == {"save", "save within a chunk", "hit", "swap", "recompute"}

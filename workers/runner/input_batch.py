@@ -78,16 +78,19 @@ class InputBatch:
         replays_decodes: bool,
         windows: tuple[int | None, ...] = (None,),
         has_states: bool = False,
+        num_spare_states: int = 0,
     ) -> None:
         """`windows` are the windows of the groups of layers, each with a block table for each row.
 
         `replays_decodes` makes decodes of generated tokens that are computed again.
 
         Only on a CPU do all other kernels give a token the same numbers in any batch. With
-        `has_states`, the parts of a sequence depend on one another, and must be a single segment.
+        `has_states`, the parts of a sequence depend on one another, and must be a single segment,
+        and each step saves up to `num_spare_states`.
         """
         assert not (replays_decodes and has_states)
         self._has_states = has_states
+        self._num_spare_states = num_spare_states
         self._table = table
         self._block_size = block_size
         self._replays_decodes = replays_decodes
@@ -179,7 +182,12 @@ class InputBatch:
                 begin = ends[part] - num_tokens[part]
                 more = np.arange(begin, begin + len(chunk.token_ids))
                 logits_indices = np.concatenate((logits_indices, more))
-        parts = (rows, np.concatenate(([0], ends))) if self._has_states else ()
+        parts: tuple[_Ints, ...] = ()
+        if self._has_states:
+            parts = (rows, np.concatenate(([0], ends)))
+            # On a GPU, kernels are compiled for saves at the start.
+            if plan.saves or self._table.token_ids.is_cuda:
+                parts += (self._save_ends(plan, rows, ends - seq_lens),)
         token_ids, device_positions, others = self._table.begin_step(
             token_rows, positions, logits_indices, sampled_rows, sampled_positions, *parts
         )
@@ -256,6 +264,13 @@ class InputBatch:
             self._block_tables[:, start.row, :num_shared] = donor
         self._num_entries[start.row] = num_shared
         self._append_blocks(start.row, start.block_ids)
+
+    def _save_ends(self, plan: StepPlan, rows: _Ints, offsets: _Ints) -> _Ints:
+        """Return `Segments.save_ends`; offsets of rows are from positions to tokens of the step."""
+        save_ends = np.full(self._num_spare_states, -1)
+        for spare, save in enumerate(plan.saves):
+            save_ends[spare] = save.position + int(offsets[rows == save.row][0])
+        return save_ends
 
     def _prompt_chunk(self, row: int, position: int, num_tokens: int) -> PromptChunk | None:
         """Return the prompt tokens that get log-probabilities from the tokens at `position` on.
@@ -381,15 +396,16 @@ def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
 
 
 def _segments(parts: Sequence[torch.Tensor], num_tokens: _Ints) -> Segments | None:
-    """Return the segments of these rows, starts and numbers of tokens, or None without parts."""
+    """Return the segments of rows, starts and ends of saves, if there are any parts."""
     if not parts:
         return None
-    rows, starts = parts
+    rows, starts, *save_ends = parts
     return Segments(
         query_starts=starts.int(),
         rows=rows.int(),
         max_query_len=int(num_tokens.max()),
         num_prompts=int((num_tokens > 1).sum()),
+        save_ends=save_ends[0].int() if save_ends else None,
     )
 
 

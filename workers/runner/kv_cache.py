@@ -88,15 +88,15 @@ class KVCache:
         num_blocks: int,
         host_pool: HostPool,
         num_staging: int = 0,
-        num_rows: int = 0,
+        num_states: int = 0,
         shares_states: bool = False,
     ) -> None:
-        """The states of `num_rows` rows follow the device pool, and then `num_staging` blocks.
+        """The states of rows, spare states and `num_staging` blocks follow the device pool.
 
-        With `shares_states`, all rows have a single state, which takes less memory.
+        With `shares_states`, all of them are a single state, which takes less memory.
         """
-        num_states = 1 if shares_states else num_rows
-        self.first_staging = num_blocks + num_states * spec.state_blocks
+        num_stored = 1 if shares_states else num_states
+        self.first_staging = num_blocks + num_stored * spec.state_blocks
         """The index of the first staging block."""
         shape = self.first_staging + num_staging, *spec.block_shape
         dtype = storage_dtype(spec.cache_dtype)
@@ -110,10 +110,10 @@ class KVCache:
         self.host_pool = host_pool
         live = self._device_blocks[num_blocks : self.first_staging].view(torch.uint8)
         state_bytes = spec.state_blocks * spec.block_bytes
-        self._live_states = live.view(num_states, state_bytes).expand(num_rows, -1)
-        """The bytes of the state of each row, `[num_rows, num_bytes]`."""
+        self._live_states = live.view(num_stored, state_bytes).expand(num_states, -1)
+        """The bytes of the state of each row, then spare states, `[num_states, num_bytes]`."""
         self.states = spec.state_views(self._live_states)
-        """The states of all rows by recurrent layer."""
+        """The states of all rows, then spare states, by recurrent layer."""
         batched = find_batched_copies() if spec.device.type == "cuda" else None
         self._copier = PoolCopier(backend, self._device_blocks, host_pool, batched=batched)
 

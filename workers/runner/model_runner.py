@@ -110,6 +110,7 @@ class ModelRunner:
                     inputs.sampled_rows, inputs.sampled_positions
                 )
                 sample = partial(self._sample, inputs, self._choose(inputs, hidden))
+            self._cache.copy_blocks(plan.late_copies)
         return PendingTokens(
             plan.step,
             sample,

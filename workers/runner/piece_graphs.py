@@ -183,9 +183,11 @@ class PieceGraphs(StepGraphs[Recording]):
         self._slots = [torch.full_like(self._token_ids, -1) for _ in builder.spec.group_windows]
         config = setup.model.config
         self._has_end = config.is_recurrent(config.num_layers - 1) or config.has_attention_gate
-        num_rows = min(sizes[-1], len(setup.states[0][0])) if setup.states else 0
+        num_spares = setup.num_spare_states
+        num_rows = min(sizes[-1], len(setup.states[0][0]) - num_spares) if setup.states else 0
         self._starts = self._token_ids.new_zeros(num_rows + 1, dtype=torch.int32)
         self._rows = self._token_ids.new_full((num_rows,), NO_ROW, dtype=torch.int32)
+        self._save_ends = self._token_ids.new_full((num_spares,), -1, dtype=torch.int32)
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
@@ -257,11 +259,13 @@ class PieceGraphs(StepGraphs[Recording]):
             return None
         num_rows = min(size, len(self._rows))
         self._rows.fill_(NO_ROW)
+        self._save_ends.fill_(-1)
         segments = Segments(
             query_starts=self._starts[: num_rows + 1],
             rows=self._rows[:num_rows],
             max_query_len=size,
             num_prompts=_MAX_PROMPTS,
+            save_ends=self._save_ends,
         )
         return StepStates(segments, self._states)
 
@@ -272,6 +276,10 @@ class PieceGraphs(StepGraphs[Recording]):
         self._rows[num_rows:].fill_(NO_ROW)
         self._starts[: num_rows + 1].copy_(segments.query_starts)
         self._starts[num_rows + 1 :].fill_(num_tokens)
+        if segments.save_ends is None:
+            self._save_ends.fill_(-1)
+        else:
+            self._save_ends.copy_(segments.save_ends)
 
     def _writer(self, size: int) -> Callable[[Attention, torch.Tensor, torch.Tensor], None]:
         """Return a function that writes a layer's keys and values to this many slots."""

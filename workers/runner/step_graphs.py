@@ -175,6 +175,8 @@ class CaptureSetup:
     """Whether no other rank runs the same steps."""
     states: tuple[tuple[torch.Tensor, ...], ...] = ()
     """The states of all rows, by recurrent layer."""
+    num_spare_states: int = 0
+    """The number of the last states, which steps with prompts save."""
 
 
 @contextmanager

@@ -164,12 +164,15 @@ def _causal_conv(
             a, b, c = e, f, g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments", "first_spare"])
 def _update_states(
     x: tl.tensor,
     states: tl.tensor,
     query_starts: tl.tensor,
     rows: tl.tensor,
+    save_ends: tl.tensor,
+    num_segments: tl.tensor,
+    first_spare: tl.tensor,
     x_stride: tl.tensor,
     row_stride: tl.tensor,
     num_channels: tl.constexpr,
@@ -177,16 +180,22 @@ def _update_states(
     is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the last inputs of one segment to its state, for a tile of channels.
+    """Write the last inputs of one segment, or before one save, to a state, for some channels.
 
-    Launched by `causal_conv`, after the programs that read the states; grid `(num_segments, tiles
-    of channels)`, pointers as in `_causal_conv`.
+    Launched by `causal_conv`, after the programs that read the states; grid `(num_segments +
+    num_spares, tiles of channels)`, pointers as in `_causal_conv` and `Segments`.
     """
     wait_for_inputs(is_dependent)
     segment = tl.program_id(0)
-    row = tl.load(rows + segment)
-    first = tl.load(query_starts + segment)
-    num_tokens = tl.load(query_starts + segment + 1) - first
+    if segment < num_segments:
+        row = tl.load(rows + segment)
+        first = tl.load(query_starts + segment)
+        end = tl.load(query_starts + segment + 1)
+    else:
+        spare = segment - num_segments
+        end = tl.load(save_ends + spare)
+        first = end - _CHUNK
+        row = tl.where(end < 0, -1, first_spare + spare)
     if row < 0:
         return
     channels = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -195,7 +204,7 @@ def _update_states(
     state = states + row.to(tl.int64) * row_stride + channels
     # A column is written only after it was read: the inputs that move are in later columns.
     for column in tl.static_range(width - 1):
-        position = num_tokens - (width - 1) + column
+        position = end - first - (width - 1) + column
         kept = _input(x, state, position, is_channel, x_stride, num_channels, width)
         kept = kept.to(states.dtype.element_ty)
         tl.store(state + column * num_channels, kept, mask=is_channel)
@@ -255,10 +264,12 @@ def causal_conv(
         **options,
     )
     if not is_decode:
+        starts, rows = segments.query_starts, segments.rows
         _UPDATE_STATES.launch(
-            (num_segments, num_tiles, 1),
-            (x, states, segments.query_starts, segments.rows),
+            (num_segments + segments.num_spares, num_tiles, 1),
+            (x, states, starts, rows, rows if segments.save_ends is None else segments.save_ends),
             (x.stride(0), states.stride(0), num_channels, width, is_dependent, tile),
+            (num_segments, len(states) - segments.num_spares),
             num_warps=2,
             **options,
         )

@@ -217,7 +217,7 @@ def _solve_chunk(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first_spare"])
 def _pass_states(
     key: tl.tensor,
     from_state: tl.tensor,
@@ -228,10 +228,13 @@ def _pass_states(
     changes: tl.tensor,
     chunk_states: tl.tensor,
     states: tl.tensor,
+    save_ends: tl.tensor,
     num_tokens: tl.tensor,
+    first_spare: tl.tensor,
     key_stride: tl.tensor,
     change_stride: tl.tensor,
     row_stride: tl.tensor,
+    num_spares: tl.constexpr,
     num_key_heads: tl.constexpr,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
@@ -246,9 +249,10 @@ def _pass_states(
     """Pass some rows of the state of one segment and head from chunk to chunk.
 
     Launched by `pass_chunks`; grid `(tiles of values, num_heads, num_segments)`. Pointers: as in
-    `_solve_chunk`; changes `[num_tokens, num_heads, value_size]`, if `is_delta` at first the
-    solution from values; chunk_states `[chunks, num_heads, value_size, key_size]`, the state before
-    each chunk; states `[num_rows, num_heads, value_size, key_size]`.
+    `_solve_chunk` and `Segments`; changes `[num_tokens, num_heads, value_size]`, if `is_delta` at
+    first the solution from values; chunk_states `[chunks, num_heads, value_size, key_size]`, the
+    state before each chunk; states `[num_rows, num_heads, value_size, key_size]`, spare
+    states from row `first_spare` on.
     """
     wait_for_inputs(is_dependent)
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -262,8 +266,9 @@ def _pass_states(
     key_columns = tl.arange(0, tile_key)
     is_state = (value_columns < value_size)[:, None] & (key_columns < key_size)[None, :]
     places = (head * value_size + value_columns)[:, None] * key_size + key_columns[None, :]
-    states += row.to(tl.int64) * row_stride + places
-    state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)
+    states += places
+    state = states + row.to(tl.int64) * row_stride
+    state = tl.load(state, mask=is_state, other=0.0).to(tl.float32)
     chunk = count_chunks_before(query_starts, segment).to(tl.int64)
     chunk_states += chunk * (num_heads * value_size * key_size) + places
     key += head // (num_heads // num_key_heads) * key_size
@@ -271,6 +276,9 @@ def _pass_states(
     from_state += head * key_size
     decays += head.to(tl.int64) * num_tokens
     key_scales += head.to(tl.int64) * num_tokens
+    if num_spares:
+        spares = tl.arange(0, num_spares)
+        saved = tl.load(save_ends + spares)
     for first in range(start, end, _CHUNK):
         tokens = first + tl.arange(0, _CHUNK)
         is_token = tokens < end
@@ -295,6 +303,11 @@ def _pass_states(
         # As where a segment ends, so that results do not depend on the ends.
         state = state.to(states.dtype.element_ty).to(tl.float32)
         chunk_states += num_heads * value_size * key_size
+        if num_spares:
+            spare = tl.max(tl.where(saved == first + _CHUNK, spares, -1), axis=0)
+            target = states + (first_spare + spare).to(tl.int64) * row_stride
+            tl.store(target, state.to(states.dtype.element_ty), mask=is_state & (spare >= 0))
+    states += row.to(tl.int64) * row_stride
     tl.store(states, state.to(states.dtype.element_ty), mask=is_state)
 
 
@@ -487,15 +500,19 @@ def pass_chunks(
     tile_key = max(16, next_power_of_two(key_size))
     tile_value = max(16, next_power_of_two(value_size))
     tile = min(_EXACT_VALUES if is_exact else _STATE_VALUES, tile_value)
-    starts, rows = segments.query_starts, segments.rows
+    starts, rows, num_spares = segments.query_starts, segments.rows, segments.num_spares
     _PASS_STATES.launch(
         (triton.cdiv(value_size, tile), num_heads, num_segments),
         (
             *(key, key if from_state is None else from_state, decays, key_scales, starts, rows),
             *(changes, chunk_states, states),
+            rows if segments.save_ends is None else segments.save_ends,
         ),
-        (key.stride(0), changes.stride(0), states.stride(0), *constants, tile_key, tile),
-        (num_tokens,),
+        (
+            *(key.stride(0), changes.stride(0), states.stride(0), num_spares),
+            *(*constants, tile_key, tile),
+        ),
+        (num_tokens, len(states) - num_spares),
         **(_EXACT_OPTIONS if is_exact else _PASS_OPTIONS),
         **launch_options(device),
     )

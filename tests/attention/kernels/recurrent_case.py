@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.nn import functional
@@ -47,6 +47,37 @@ def has_untouched_surroundings(states: torch.Tensor) -> bool:
     buffer = states.as_strided((NUM_ROWS, stride), (stride, 1), 0)
     around = torch.cat((buffer[:, :32], buffer[:, 32 + size :]), dim=1)
     return bool((around == torch.tensor(GARBAGE, dtype=buffer.dtype)).all())
+
+
+SAVING = [199, 70, 129], [2, -1, 0]
+"""Lengths and rows of segments for `saves_equal_cuts`."""
+
+
+def saves_equal_cuts(
+    case: "ConvCase | DeltaCase | ScanCase", run: Callable[[Any], torch.Tensor]
+) -> bool:
+    """Return whether saved states, and all results, have the bits of segments that end there.
+
+    `run` returns the results of a case, whatever its kind. The last of four saves is before a token
+    that is alone in its chunk.
+    """
+    whole, cut = (replace(case, states=cloned_states(case.states)) for _ in range(2))
+    save_ends = torch.tensor([64, -1, 397, 128], dtype=torch.int32, device=DEVICE)
+    results = run(replace(whole, segments=replace(case.segments, save_ends=save_ends)))
+    parts = []
+    for first, end, row, spare in (
+        *((0, 64, 2, -4), (64, 128, 2, -1), (128, 199, 2, 2)),
+        *((199, 269, -1, -3), (269, 397, 0, -2), (397, 398, 0, 0)),
+    ):
+        parts.append(run(cut.part(first, end, row)))
+        if row >= 0:
+            cut.states[spare] = cut.states[row]
+    return torch.equal(results, torch.cat(parts)) and torch.equal(whole.states, cut.states)
+
+
+def cloned_states(states: torch.Tensor) -> torch.Tensor:
+    """Return a copy of states in a buffer of its own."""
+    return state_view(*states.shape[1:], dtype=states.dtype).copy_(states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,8 +160,7 @@ class DeltaCase:
 
     def clone_states(self) -> "DeltaCase":
         """Return the case with a copy of the states in a buffer of its own."""
-        states = state_view(*self.states.shape[1:], dtype=self.states.dtype)
-        return replace(self, states=states.copy_(self.states))
+        return replace(self, states=cloned_states(self.states))
 
     def part(self, first: int, end: int, row: int) -> "DeltaCase":
         """Return a case of some tokens as one segment, with the same states."""
@@ -212,6 +242,11 @@ class ConvCase:
         torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
         assert torch.equal(self.states.double(), states)
         assert has_untouched_surroundings(self.states)
+
+    def part(self, first: int, end: int, row: int) -> "ConvCase":
+        """Return a case of some tokens as one segment, with the same states."""
+        segments = segments_of([end - first], [row])
+        return replace(self, x=self.x[first:end], segments=segments)
 
     def exact(self, activation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results and the states afterwards, in float64."""

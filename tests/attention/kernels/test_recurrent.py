@@ -23,11 +23,13 @@ from attention.kernels.recurrent import (
 )
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
+    SAVING,
     STEPS,
     ConvCase,
     DeltaCase,
     ScanCase,
     check_grouped_norm,
+    saves_equal_cuts,
     segments_of,
 )
 
@@ -165,6 +167,26 @@ def test_strong_decays_are_as_precise_as_weak_decays() -> None:
         expected, states = case.exact()
         assert (case.run(run).double() - expected).norm() < 3e-7 * expected.norm()
         assert (case.states[2].double() - states[2]).norm() < 3e-7 * states[2].norm()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_saved_states_have_the_bits_of_segments_that_end_there(state_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    delta = DeltaCase.make(*SAVING, state_dtype=state_dtype)
+    assert saves_equal_cuts(delta, lambda case: case.run(delta_rule))
+    # Torch computes the gates of 32 heads as whole vectors, with the same bits in any step.
+    scan = ScanCase.make(*SAVING, num_heads=32, state_dtype=state_dtype)
+    assert saves_equal_cuts(scan, lambda case: case.run(selective_scan))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_saved_columns_have_the_bits_of_segments_that_end_there(width: int) -> None:
+    torch.manual_seed(0)
+    case = ConvCase.make(*SAVING, width=width)
+    assert saves_equal_cuts(
+        case,
+        lambda one: causal_conv(one.x, one.weight, None, one.states, one.segments, "silu"),
+    )
 
 
 @pytest.mark.parametrize("gates_first", [True, False])

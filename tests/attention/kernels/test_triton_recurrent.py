@@ -13,11 +13,13 @@ from attention.kernels.triton.delta_rule import delta_rule, gated_norm
 from attention.kernels.triton.selective_scan import selective_scan
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
+    SAVING,
     STEPS,
     ConvCase,
     DeltaCase,
     ScanCase,
     check_grouped_norm,
+    saves_equal_cuts,
 )
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -118,6 +120,25 @@ def test_selective_scans_are_exact(
 def test_scans_that_are_cut_on_the_grid_give_equal_bits() -> None:
     case = ScanCase.make([193], [2], num_groups=1, num_heads=1, state_dtype=torch.bfloat16)
     case.check_cuts(selective_scan)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_saved_states_have_the_bits_of_segments_that_end_there(state_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    delta = DeltaCase.make(*SAVING, num_key_heads=1, num_value_heads=1, state_dtype=state_dtype)
+    assert saves_equal_cuts(delta, lambda case: case.run(plain_rule))
+    scan = ScanCase.make(*SAVING, num_groups=1, num_heads=1, state_dtype=state_dtype)
+    assert saves_equal_cuts(scan, lambda case: case.run(selective_scan))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_saved_columns_have_the_bits_of_segments_that_end_there(width: int) -> None:
+    torch.manual_seed(0)
+    case = ConvCase.make(*SAVING, width=width)
+    assert saves_equal_cuts(
+        case,
+        lambda one: causal_conv(one.x, one.weight, None, one.states, one.segments, "silu"),
+    )
 
 
 @pytest.mark.parametrize("gates_first", [True, False])

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from attention.abstract import AttentionBatch
-from pagedray.batch import Decodes, SequencePlan, SequenceStart, StepPlan, pack_token_ids
+from pagedray.batch import (
+    Decodes,
+    SequencePlan,
+    SequenceStart,
+    StateSave,
+    StepPlan,
+    pack_token_ids,
+)
 from pagedray.sampling_params import SamplingParams
 from tests.workers.devices import DEVICES
 from workers.runner.forward_pass import ForwardPass
@@ -72,6 +79,27 @@ def test_decodes_give_the_inputs_of_chunks_of_one_token() -> None:
         [4, 5, 10, 12],
         [8, 9, 0, 0],
     ]
+
+
+def test_states_are_saved_before_tokens_of_the_step() -> None:
+    table = TokenTable(
+        max_num_rows=4, max_model_len=300, max_num_tokens=600, device=torch.device("cpu")
+    )
+    batch = InputBatch(
+        table,
+        max_num_rows=4,
+        max_model_len=300,
+        block_size=64,
+        replays_decodes=False,
+        has_states=True,
+        num_spare_states=4,
+    )
+    chunks = [SequencePlan(2, 0, 200, False), SequencePlan(1, 64, 80, False)]
+    saves = [StateSave(1, 128), StateSave(2, 128), StateSave(2, 64)]
+    segments = batch.prepare_inputs(StepPlan(0, chunks, saves=saves)).segments
+    assert segments is not None
+    assert segments.save_ends is not None
+    assert segments.save_ends.tolist() == [264, 128, 64, -1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
