@@ -134,7 +134,7 @@ class Answer:
 async def _measured(
     folder: str, loads: dict[str, list[Any]], *, has_cache: bool
 ) -> dict[str, list[Answer]]:
-    """Return what each prompt of each load took; those that are unlike run at once."""
+    """Return the answer to each prompt of each load; unlike prompts run at once."""
     measured = {}
     async with AsyncLLM(
         folder,

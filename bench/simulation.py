@@ -26,7 +26,7 @@ __all__ = ["MEASURED", "measured_figure", "simulated_figure"]
 
 _RESULTS = Path(__file__).parent / "results" / "engine_hybrid.json"
 MEASURED = [one for one in WORKLOADS["llama-8b"] if one.name not in ("sampled", "prefix")]
-"""The workloads that one H200 has run."""
+"""Workloads with measured times on one H200."""
 _MIXED = 10_989.0
 """Of one GPU, in the table "CUDA graphs for steps with prompts" of docs/optimizations.md."""
 

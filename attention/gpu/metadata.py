@@ -117,7 +117,7 @@ class GpuMetadata(AttentionMetadata):
     def rotates_layer(self, layer_index: int) -> bool:
         params, kernels = self._builder.layer(layer_index)
         is_decoder = params.attention_type is AttentionType.DECODER
-        # The kernel may write the tokens of a few decodes while it reads those of others.
+        # The kernel may write the token of a decode while it reads the tokens of another decode.
         is_alone = not self.num_prefills and not self._batch.has_chains
         return is_decoder and is_alone and kernels.takes_new_tokens
 

@@ -65,7 +65,7 @@ class Comparison:
 
 
 def compare(num_requests: int, acceptance: float, *, num_tokens: int = _NUM_TOKENS) -> Comparison:
-    """Return the rates of requests whose drafts are right with this probability."""
+    """Return the rates of requests; drafts are right with the probability `acceptance`."""
     num_output_tokens = min(max(300, num_tokens // num_requests), 2000)
     fixed = {}
     for number in _FIXED:

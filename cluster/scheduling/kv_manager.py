@@ -93,7 +93,7 @@ class KvManager:
     )
 
     def __init__(self, options: KvOptions, *, costs: SwapCosts | None, limits: StepLimits) -> None:
-        """Without costs, every copy is worth its time. `limits` are those of a step."""
+        """Without costs, every copy is worth its time. `limits` are limits of a step."""
         max_num_tokens = limits.max_num_batched_tokens
         self.block_size = options.block_size
         """Tokens per block."""

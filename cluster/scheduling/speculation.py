@@ -65,7 +65,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Guesses that the tokens after the last n-gram are those after its previous occurrence."""
+    """Guesses the tokens that followed the last n-gram where it occurred before."""
 
     def __init__(self, *, shortest: int, longest: int) -> None:
         """N-grams have `shortest` to `longest` tokens; longer n-grams are preferred."""
@@ -84,10 +84,10 @@ class NgramDrafter:
 
 
 class PredictionDrafter:
-    """Guesses that the tokens of a sequence are those that its client predicts."""
+    """Guesses the tokens of the prediction of a request."""
 
     def __init__(self, others: Drafter) -> None:
-        """`others` guesses the tokens of sequences whose output is not predicted."""
+        """`others` guesses the tokens of sequences without a prediction."""
         self._others = others
 
     def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:

@@ -88,7 +88,7 @@ class RecurrentLayer(CompositeLayer):
     """A recurrent layer: projections, a causal convolution, a recurrence, an output projection."""
 
     input: ColumnParallelLinear
-    """All projections of the layer's input but those of `gates`."""
+    """All projections of the layer's input except `gates`."""
     gates: ColumnParallelLinear | None = None
     """Columns of the input in another format, or None."""
     output: RowParallelLinear
@@ -203,7 +203,7 @@ class MatrixLayer(RecurrentLayer):
         place: Placement,
         columns: Sequence[Columns],
     ) -> None:
-        """`columns` are those of `input`."""
+        """`columns` are the columns of `input`."""
         super().__init__(prefix, config, layer_index, place)
         recurrent, multipliers = self._config, config.multipliers
         self.input = ColumnParallelLinear(

@@ -138,7 +138,7 @@ class FusedAttention(FusedMixer):
     ) -> torch.Tensor:
         """Return the attention of the selected tokens, and compute no other queries.
 
-        `parts` and `rotations` are those of queries, then those of keys.
+        `parts` and `rotations` belong to the queries, then to the keys.
         """
         (query_part, kv_part), (query_rotation, key_rotation) = parts, rotations
         by_head = (-1, self._attention.head_size)

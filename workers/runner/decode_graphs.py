@@ -25,7 +25,7 @@ __all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
 _MAX_BATCH_SIZE = 512
 _MIN_CHAINED_SIZE = 5
-"""In smaller graphs, a kernel writes the tokens of decodes while it reads those of others."""
+"""In smaller graphs, a kernel writes the token of a decode while it reads other tokens."""
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:

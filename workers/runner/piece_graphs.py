@@ -50,7 +50,7 @@ class Recording(NamedTuple):
 
     pieces: tuple[Piece, ...]
     end: torch.cuda.CUDAGraph | None
-    """What all tokens need behind the last attention: a gate, or layers with a state."""
+    """The gate or the recurrent layers behind the last attention, for all tokens."""
     last: torch.cuda.CUDAGraph
     """The rest of the last layer, and what follows it."""
     attended: LayerTail

@@ -340,7 +340,7 @@ def test_decodes_of_a_chain_see_the_tokens_of_the_others(num_drafts: int) -> Non
 
     def attended(batch: AttentionBatch, first: int) -> list[torch.Tensor]:
         metadata = rig.builder.build(batch)
-        # The kernel must not write tokens while it reads those of other decodes.
+        # The kernel must not write tokens while it reads tokens of other decodes.
         assert metadata.rotates_layer(0) == (not batch.has_chains)
         step = CachedAttention(rig.cache, metadata)
         outs = []

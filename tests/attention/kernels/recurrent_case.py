@@ -16,7 +16,7 @@ STEPS = [
     ([63, 64, 65], [0, 1, 2]),
     ([129, 1, 70, 1, 2], [8, 3, -1, 5, 0]),
 ]
-"""Lengths and rows: decodes, prefills, both together, and lengths around those of chunks."""
+"""Lengths and rows: decodes, prefills, both together, and lengths near a chunk's."""
 GARBAGE = 1e4
 """In the buffer of states around the states of a layer, which no kernel may touch."""
 
