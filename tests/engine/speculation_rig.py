@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.scheduling.speculation import Drafter, NgramDrafter, Speculator
+from cluster.scheduling.drafters import Drafter, NgramDrafter
+from cluster.scheduling.speculation import Speculator
 from pagedray import LLM, SamplingParams
 from pagedray.sampling_params import Structure
 from tests.scheduling.drafting import FreeDrafts

@@ -21,7 +21,7 @@ from tests.engine.speculation_rig import (
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
 if TYPE_CHECKING:
-    from cluster.scheduling.speculation import Drafter
+    from cluster.scheduling.drafters import Drafter
 
 NAMES = list(PARAMETERS)
 # About 20 sequences share the blocks of three, so that some are preempted again and again.

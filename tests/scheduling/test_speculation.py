@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cluster.scheduling.drafters import NgramDrafter, PredictionDrafter
 from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.sequence import SequenceDrafts
 from cluster.scheduling.speculation import (
     Chain,
-    NgramDrafter,
-    PredictionDrafter,
     RowTimes,
     Speculator,
 )
