@@ -31,18 +31,23 @@ class NgramDrafter:
 
     def __init__(self, *, shortest: int, longest: int) -> None:
         """N-grams have `shortest` to `longest` tokens; longer n-grams are preferred."""
-        self._sizes = range(longest, shortest - 1, -1)
+        self._sizes = range(shortest, longest + 1)
 
     def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
         token_ids = sequence.token_ids
         packed = token_ids.tobytes()
+        found, end = 0, len(packed) - TOKEN_ID_BYTES
         for size in self._sizes:
             if size >= len(token_ids):
-                continue
-            first = _find_last(packed, packed[-size * TOKEN_ID_BYTES :])
-            if first >= 0:
-                return _continued(token_ids, first + size, limit)
-        return ()
+                break
+            # A longer n-gram ends only where the shorter ends too, so all searches together pass
+            # over the tokens once.
+            first = _find_last(packed, packed[-size * TOKEN_ID_BYTES :], end)
+            if first < 0:
+                break
+            found = first + size
+            end = found * TOKEN_ID_BYTES
+        return _continued(token_ids, found, limit) if found else ()
 
 
 class PredictionDrafter:
@@ -92,9 +97,8 @@ def _find_first(packed: bytes, pattern: bytes, start: int) -> int:
     return -1
 
 
-def _find_last(packed: bytes, pattern: bytes) -> int:
-    """Return the token at which a pattern occurs last before the end of packed tokens, or -1."""
-    end = len(packed) - TOKEN_ID_BYTES
+def _find_last(packed: bytes, pattern: bytes, end: int) -> int:
+    """Return the token at which a pattern occurs last before a byte of packed tokens, or -1."""
     while (place := packed.rfind(pattern, 0, end)) >= 0:
         if place % TOKEN_ID_BYTES == 0:
             return place // TOKEN_ID_BYTES

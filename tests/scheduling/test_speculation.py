@@ -48,17 +48,17 @@ def longest_match(tokens: list[int], shortest: int, longest: int) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_ngrams_are_found_as_by_a_search_of_all_places(seed: int) -> None:
-    rng = random.Random(seed)
-    drafter = NgramDrafter(shortest=2, longest=4)
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 4), (1, 3), (3, 3), (1, 8)])
+def test_ngrams_are_found_as_by_a_search_of_all_places(shortest: int, longest: int) -> None:
+    rng = random.Random(shortest)
+    drafter = NgramDrafter(shortest=shortest, longest=longest)
     num_found = 0
     for _ in range(100):
         # Large ids, of which bytes repeat at other offsets.
         choices = rng.choice(([1, 256, 65536], [0, 1, 2], [7, 7 * 257, 7 * 65793]))
         tokens = [rng.choice(choices) for _ in range(rng.randint(1, 40))]
         limit = rng.randint(1, 6)
-        end = longest_match(tokens, 2, 4)
+        end = longest_match(tokens, shortest, longest)
         found = drafter.propose(sequence_of(tokens), limit)
         if end is None:
             assert not found
@@ -66,7 +66,7 @@ def test_ngrams_are_found_as_by_a_search_of_all_places(seed: int) -> None:
         num_found += 1
         repeated = tokens[end:] * limit
         assert list(found) == repeated[:limit]
-    assert num_found > 50
+    assert num_found > 30
 
 
 class Nothing:
