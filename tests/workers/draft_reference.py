@@ -1,0 +1,263 @@
+"""Draft heads in plain torch: no cache, no batch, and nothing of the product.
+
+Input i of a head is the token after position i and the target's state at position i. Every draft
+runs the whole sequence again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = [
+    "DraftReference",
+    "Eagle3Reference",
+    "drafts_of",
+    "random_eagle3_folder",
+    "speculators_folder",
+]
+
+_HEAD_FIELDS = ("architectures", "draft_vocab_size", "target_hidden_size")
+Choose = Callable[[Tensor, int], int]
+"""Returns a token for float32 logits `[vocab_size]` and the position of the token."""
+
+
+class DraftReference(Protocol):
+    """A head that drafts one token from each state."""
+
+    def first_states(self, states: list[Tensor]) -> Tensor:
+        """Return the first states, `[num_tokens, hidden_size]`, from the target's states.
+
+        `states` are the inputs of each layer and the normed output of the last, each
+        `[num_tokens, hidden_size]`, as transformers returns them.
+        """
+
+    def run(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's outputs, `[num_tokens, hidden_size]`."""
+
+    def next_states(self, outputs: Tensor) -> Tensor:
+        """Return the states that the next draft reads."""
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Return logits of target tokens, `[num_tokens, vocab_size]`, or -inf."""
+
+
+def drafts_of(
+    head: DraftReference, states: list[Tensor], token_ids: list[int], number: int, choose: Choose
+) -> list[int]:
+    """Return drafts of the tokens after `token_ids`.
+
+    `states` are the target's states at all positions but the last, whose token is not computed.
+    """
+    assert all(len(rows) == len(token_ids) - 1 for rows in states)
+    ids, rows = torch.tensor(token_ids[1:]), head.first_states(states)
+    for _ in range(number):
+        outputs = head.run(ids, rows)
+        draft = choose(head.logits(outputs[-1:])[0], len(ids) + 1)
+        ids = torch.cat((ids, torch.tensor([draft])))
+        rows = torch.cat((rows, head.next_states(outputs[-1:])))
+    return ids[len(token_ids) - 1 :].tolist()
+
+
+class Eagle3Reference:
+    """An EAGLE-3 head of the original format or the speculators format."""
+
+    def __init__(self, folder: Path, target_embedding: Tensor) -> None:
+        """`target_embedding` is `[vocab_size, hidden_size]`."""
+        config = json.loads((folder / "config.json").read_text())
+        self._layer = config.get("transformer_layer_config", config)
+        ids = config.get("eagle_aux_hidden_state_layer_ids")
+        self._layer_ids = ids or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        flags = config.get("eagle_config", {}) | config
+        self._norms_residual = flags.get("norm_before_residual", False)
+        self._norms_output = flags.get("norm_output", False)
+        self._norms_inputs = flags.get("norm_before_fc", False)
+        tensors = load_file(folder / "model.safetensors")
+        self._weights = {
+            name.replace("midlayer.", "layers.0."): tensor.float()
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
+        }
+        self._weights.setdefault("embed_tokens.weight", target_embedding.float())
+        places = tensors["d2t"]
+        self.target_ids = torch.arange(len(places)) + places
+        self._vocab_size = len(target_embedding)
+
+    def first_states(self, states: list[Tensor]) -> Tensor:
+        rows = torch.cat([states[index].float() for index in self._layer_ids], dim=-1)
+        if self._norms_inputs:
+            rows = self._norm("input_norm", rows)
+        return rows @ self._weights["fc.weight"].T
+
+    def run(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        prefix = "layers.0."
+        embeddings = self._weights["embed_tokens.weight"][token_ids]
+        normed = self._norm(prefix + "hidden_norm", states)
+        inputs = torch.cat((self._norm(prefix + "input_layernorm", embeddings), normed), dim=-1)
+        residual = normed if self._norms_residual else states
+        attended = causal_attention(
+            inputs, self._layer, self._products(prefix + "self_attn", "qkvo")
+        )
+        middle = residual + attended
+        inner = self._norm(prefix + "post_attention_layernorm", middle)
+        return middle + gated_mlp(inner, self._products(prefix + "mlp", ("gate", "up", "down")))
+
+    def next_states(self, outputs: Tensor) -> Tensor:
+        return self._norm("norm", outputs) if self._norms_output else outputs
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        scores = self._norm("norm", outputs) @ self._weights["lm_head.weight"].T
+        spread = torch.full((len(outputs), self._vocab_size), -torch.inf)
+        spread[:, self.target_ids] = scores
+        return spread
+
+    def _products(self, prefix: str, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self._weights[f"{prefix}.{name}_proj.weight"] for name in names}
+
+    def _norm(self, name: str, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self._weights[f"{name}.weight"], self._layer["rms_norm_eps"])
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def gated_mlp(rows: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    gate = functional.silu(rows @ weights["gate"].T)
+    return (gate * (rows @ weights["up"].T)) @ weights["down"].T
+
+
+def causal_attention(
+    rows: Tensor,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],  # Any: a section of JSON
+) -> Tensor:
+    """Return the outputs of attention over all rows, at positions from 0."""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    q, k, v = ((rows @ weights[name].T).unflatten(-1, (-1, size)) for name in "qkv")
+    rope = config.get("rope_parameters") or config
+    q, k = (_rotated(heads, rope["rope_theta"]) for heads in (q, k))
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (heads.repeat_interleave(repeats, dim=1) for heads in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
+    future = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+    shares = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ weights["o"].T
+
+
+def _rotated(heads: Tensor, theta: float) -> Tensor:
+    """Return `[num_tokens, num_heads, head_size]`, rotated to the positions from 0."""
+    half = heads.shape[-1] // 2
+    speeds = theta ** -(torch.arange(half) / half)
+    angles = (torch.arange(len(heads))[:, None] * speeds)[:, None]
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat(
+        (
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ),
+        dim=-1,
+    )
+
+
+def speculators_folder(folder: Path, destination: Path, target: Path) -> Path:
+    """Write a head of the original format in the speculators format, and return its folder."""
+    config = json.loads((folder / "config.json").read_text())
+    eagle = config.pop("eagle_config")
+    layer = {name: value for name, value in config.items() if name not in _HEAD_FIELDS}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    verifier = {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
+    written = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config["draft_vocab_size"],
+        "target_hidden_size": None,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": eagle["eagle_aux_hidden_state_layer_ids"],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): one for name, one in tensors.items()}
+    return _write(destination, written, renamed)
+
+
+def random_eagle3_folder(
+    destination: Path, target: Path, *, layer_ids: tuple[int, ...], draft_vocab_size: int
+) -> Path:
+    """Write an EAGLE-3 head with random weights for a target like Llama; return its folder.
+
+    Its layer has the heads and sizes of the target's layers.
+    """
+    config = json.loads((target / "config.json").read_text())
+    rope = config.pop("rope_parameters", config)
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "rope_theta": rope["rope_theta"],
+        "draft_vocab_size": draft_vocab_size,
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)},
+    }
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads = config["num_attention_heads"] * head_size
+    kv_heads = config["num_key_value_heads"] * head_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(layer_ids) * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab_size, hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (heads, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_heads, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_heads, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        if len(shape) == 2
+        else 1 + torch.randn(shape, generator=generator) / 4
+        for name, shape in shapes.items()
+    }
+    target_ids = torch.randperm(config["vocab_size"], generator=generator)[:draft_vocab_size]
+    target_ids = target_ids.sort().values
+    tensors["d2t"] = target_ids - torch.arange(draft_vocab_size)
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    tensors["t2d"][target_ids] = True
+    return _write(destination, config, tensors)
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],  # Any: JSON
+    tensors: dict[str, Tensor],
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
