@@ -24,6 +24,7 @@ __all__ = [
     "speculators_folder",
 ]
 
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _HEAD_FIELDS = ("architectures", "draft_vocab_size", "target_hidden_size")
 Choose = Callable[[Tensor, int], int]
 """Returns a token for float32 logits `[vocab_size]` and the position of the token."""
@@ -79,6 +80,7 @@ class Eagle3Reference:
         self._norms_residual = flags.get("norm_before_residual", False)
         self._norms_output = flags.get("norm_output", False)
         self._norms_inputs = flags.get("norm_before_fc", False)
+        self._norms_taps = flags.get("fc_norm", False)
         tensors = load_file(folder / "model.safetensors")
         self._weights = {
             name.replace("midlayer.", "layers.0."): tensor.float()
@@ -91,7 +93,10 @@ class Eagle3Reference:
         self._vocab_size = len(target_embedding)
 
     def first_states(self, states: list[Tensor]) -> Tensor:
-        rows = torch.cat([states[index].float() for index in self._layer_ids], dim=-1)
+        taps = [states[index].float() for index in self._layer_ids]
+        if self._norms_taps:
+            taps = [self._norm(f"fc_norm.{place}", rows) for place, rows in enumerate(taps)]
+        rows = torch.cat(taps, dim=-1)
         if self._norms_inputs:
             rows = self._norm("input_norm", rows)
         return rows @ self._weights["fc.weight"].T
@@ -187,10 +192,7 @@ def speculators_folder(folder: Path, destination: Path, target: Path) -> Path:
         "transformer_layer_config": layer,
         "draft_vocab_size": config["draft_vocab_size"],
         "target_hidden_size": None,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{flag: eagle.get(flag, False) for flag in _FLAGS},
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": eagle["eagle_aux_hidden_state_layer_ids"],
         "tie_word_embeddings": False,
@@ -202,11 +204,17 @@ def speculators_folder(folder: Path, destination: Path, target: Path) -> Path:
 
 
 def random_eagle3_folder(
-    destination: Path, target: Path, *, layer_ids: tuple[int, ...], draft_vocab_size: int
+    destination: Path,
+    target: Path,
+    *,
+    layer_ids: tuple[int, ...],
+    draft_vocab_size: int,
+    flags: tuple[str, ...] = (),
 ) -> Path:
     """Write an EAGLE-3 head with random weights for a target like Llama; return its folder.
 
-    Its layer has the heads and sizes of the target's layers.
+    Its layer has the heads and sizes of the target's layers. `flags` are the norms of later
+    versions: `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output`.
     """
     config = json.loads((target / "config.json").read_text())
     rope = config.pop("rope_parameters", config)
@@ -216,7 +224,8 @@ def random_eagle3_folder(
         "rope_theta": rope["rope_theta"],
         "draft_vocab_size": draft_vocab_size,
         "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
+        | dict.fromkeys(flags, True),
     }
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -237,6 +246,10 @@ def random_eagle3_folder(
         "midlayer.mlp.up_proj.weight": (inner, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, inner),
     }
+    if "fc_norm" in flags:
+        shapes |= {f"fc_norm.{place}.weight": (hidden,) for place in range(len(layer_ids))}
+    if "norm_before_fc" in flags:
+        shapes["input_norm.weight"] = (len(layer_ids) * hidden,)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5

@@ -36,11 +36,12 @@ def likeliest(logits: Tensor, position: int) -> int:
     return int(logits.argmax())
 
 
+@pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc",)], ids=str)
 def test_both_formats_of_eagle3_draft_the_same_tokens(
-    target: PreTrainedModel, tmp_path: Path
+    target: PreTrainedModel, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     original = random_eagle3_folder(
-        tmp_path / "original", TARGET, layer_ids=(0, 2, 3), draft_vocab_size=500
+        tmp_path / "original", TARGET, layer_ids=(0, 2, 3), draft_vocab_size=500, flags=flags
     )
     renamed = speculators_folder(original, tmp_path / "speculators", TARGET)
     embedding = target.get_parameter("model.embed_tokens.weight").detach()
