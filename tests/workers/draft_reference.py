@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 __all__ = [
     "DraftReference",
     "Eagle3Reference",
+    "MtpReference",
     "drafts_of",
+    "load_reference",
     "random_eagle3_folder",
     "speculators_folder",
+    "states_and_logits",
 ]
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -36,8 +42,7 @@ class DraftReference(Protocol):
     def first_states(self, states: list[Tensor]) -> Tensor:
         """Return the first states, `[num_tokens, hidden_size]`, from the target's states.
 
-        `states` are the inputs of each layer and the normed output of the last, each
-        `[num_tokens, hidden_size]`, as transformers returns them.
+        `states` are those of `states_and_logits`.
         """
 
     def run(self, token_ids: Tensor, states: Tensor) -> Tensor:
@@ -50,6 +55,29 @@ class DraftReference(Protocol):
         """Return logits of target tokens, `[num_tokens, vocab_size]`, or -inf."""
 
 
+@torch.inference_mode()
+def states_and_logits(target: PreTrainedModel, token_ids: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Return the states, each `[num_tokens, hidden_size]`, and the logits of all tokens.
+
+    The states are the inputs of each layer, the output of the last layer, and its normed output.
+    """
+    outputs: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
+    output = target(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
+    hook.remove()
+    *inputs, normed = output.hidden_states
+    return [rows[0] for rows in (*inputs, outputs[0], normed)], output.logits[0]
+
+
+def load_reference(folder: Path, target: PreTrainedModel) -> DraftReference:
+    """Return the head in a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    if "num_nextn_predict_layers" in config:
+        return MtpReference.of_mimo(folder, target)
+    return Eagle3Reference(folder, _embedding_of(target))
+
+
+@torch.inference_mode()
 def drafts_of(
     head: DraftReference, states: list[Tensor], token_ids: list[int], number: int, choose: Choose
 ) -> list[int]:
@@ -65,6 +93,96 @@ def drafts_of(
         ids = torch.cat((ids, torch.tensor([draft])))
         rows = torch.cat((rows, head.next_states(outputs[-1:])))
     return ids[len(token_ids) - 1 :].tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpReference:
+    """An MTP layer, on transformers' decoder layer of its family."""
+
+    layer: nn.Module
+    rotary: nn.Module
+    embedding: Tensor
+    """Of the target, `[vocab_size, hidden_size]`."""
+    head: Tensor
+    """The output head of the target, `[vocab_size, hidden_size]`."""
+    weights: dict[str, Tensor]
+    names: tuple[str, str, str, str]
+    """The norm of embeddings, the norm of states, the projection and the last norm."""
+    eps: float
+    offset: float = 0.0
+    """Added to the weights of norms."""
+    puts_state_first: bool = False
+    reads_normed: bool = True
+    """Whether the first states are the target's normed outputs."""
+
+    @classmethod
+    def of_mimo(cls, folder: Path, target: PreTrainedModel) -> MtpReference:
+        """Return the layer of a MiMo model: a layer of Qwen2."""
+        fields = json.loads((folder / "config.json").read_text())
+        config = Qwen2Config(**fields | {"attn_implementation": "eager"})
+        prefix = "model.mtp_layers.0."
+        weights = _tensors_of(folder, prefix)
+        layer = Qwen2DecoderLayer(config, 0)
+        _load_layer(layer, weights, "")
+        return cls(
+            layer=layer,
+            rotary=Qwen2RotaryEmbedding(config),
+            embedding=_embedding_of(target),
+            head=target.state_dict()["lm_head.weight"],
+            weights=weights,
+            names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            eps=config.rms_norm_eps,
+            puts_state_first=True,
+            reads_normed=False,
+        )
+
+    def first_states(self, states: list[Tensor]) -> Tensor:
+        return states[-1] if self.reads_normed else states[-2]
+
+    def run(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        token_norm, state_norm, projection, _ = self.names
+        pair = [self._norm(token_norm, self.embedding[token_ids]), self._norm(state_norm, states)]
+        if self.puts_state_first:
+            pair.reverse()
+        rows = (torch.cat(pair, dim=-1) @ self.weights[f"{projection}.weight"].T)[None]
+        number = len(token_ids)
+        future = torch.full((number, number), -torch.inf).triu(1)[None, None]
+        positions = torch.arange(number)[None]
+        outputs = self.layer(
+            rows,
+            attention_mask=future,
+            position_ids=positions,
+            position_embeddings=self.rotary(rows, positions),
+        )
+        return self._norm(self.names[3], outputs[0])
+
+    def next_states(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        return outputs @ self.head.T
+
+    def _norm(self, name: str, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self.weights[f"{name}.weight"] + self.offset, self.eps)
+
+
+def _embedding_of(target: PreTrainedModel) -> Tensor:
+    return target.get_parameter("model.embed_tokens.weight").detach()
+
+
+def _tensors_of(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint with a prefix, float32, without the prefix."""
+    return {
+        name.removeprefix(prefix): tensor.float()
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+        if name.startswith(prefix)
+    }
+
+
+def _load_layer(layer: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
+    names = [name for name, _ in layer.named_parameters()]
+    layer.load_state_dict({name: weights[prefix + name] for name in names})
 
 
 class Eagle3Reference:

@@ -12,6 +12,7 @@ from tests.workers.draft_reference import (
     drafts_of,
     random_eagle3_folder,
     speculators_folder,
+    states_and_logits,
 )
 
 TARGET = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -23,12 +24,6 @@ NUM_DRAFTS = 4
 def target() -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     return model
-
-
-def states_of(target: PreTrainedModel, token_ids: list[int]) -> list[Tensor]:
-    with torch.inference_mode():
-        output = target(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
-    return [rows[0] for rows in output.hidden_states]
 
 
 def likeliest(logits: Tensor, position: int) -> int:
@@ -45,7 +40,7 @@ def test_both_formats_of_eagle3_draft_the_same_tokens(
     )
     renamed = speculators_folder(original, tmp_path / "speculators", TARGET)
     embedding = target.get_parameter("model.embed_tokens.weight").detach()
-    states = states_of(target, TOKEN_IDS[:-1])
+    states, _ = states_and_logits(target, TOKEN_IDS[:-1])
     heads = [Eagle3Reference(folder, embedding) for folder in (original, renamed)]
     drafts = [drafts_of(head, states, TOKEN_IDS, NUM_DRAFTS, likeliest) for head in heads]
     assert drafts[0] == drafts[1]
