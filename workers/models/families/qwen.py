@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pagedray.model_config import TextTensors
 from workers.models.config_json.family import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -26,9 +27,20 @@ if TYPE_CHECKING:
 __all__ = ["QWEN2", "QWEN2_5_VL", "QWEN3", "QWEN3_MOE", "QWEN3_VL"]
 
 
+_MIMO = "MiMoForCausalLM"
+
+
 def _read_qwen2(file: ConfigFile) -> ModelConfig:
-    """Qwen2: biases on queries, keys and values; optional sliding windows on later layers."""
+    """Qwen2: biases on queries, keys and values; optional sliding windows on later layers.
+
+    MiMo is a Qwen2 with layers that predict several tokens.
+
+    """
     config = base_config(file, QWEN2.architecture, default_num_kv_heads=32)
+    if _MIMO in file.words("architectures"):
+        file.reject_unless("attention_bias", True)
+        file.note_read("num_nextn_predict_layers", "use_mrope")
+        config = replace(config, text_tensors=TextTensors((), ("model.mtp_layers.",)))
     return replace(
         with_rope(config, file),
         has_qkv_bias=True,
@@ -36,7 +48,12 @@ def _read_qwen2(file: ConfigFile) -> ModelConfig:
     )
 
 
-QWEN2 = Family(architecture="Qwen2ForCausalLM", model_types=("qwen2",), read=_read_qwen2)
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_types=("qwen2", "mimo"),
+    read=_read_qwen2,
+    aliases=(_MIMO,),
+)
 
 
 def _read_qwen3(file: ConfigFile) -> ModelConfig:

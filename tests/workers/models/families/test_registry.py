@@ -1,13 +1,14 @@
 """`config.json` to `ModelConfig`: every family, both spellings, and unsupported values."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagedray.errors import CheckpointError
-from pagedray.model_config import ModelConfig, RopeConfig
+from pagedray.model_config import ModelConfig, RopeConfig, TextTensors
 from tests.workers.models.families.llama_config import read_llama, written_llama
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES
@@ -241,6 +242,14 @@ def test_windows_of_qwen(
 ) -> None:
     config = read_llama(tmp_path, architectures=[family], head_dim=8, **changes)
     assert config.sliding_windows == windows
+
+
+def test_mimo_is_a_qwen2_with_layers_that_are_skipped(tmp_path: Path) -> None:
+    more = {"attention_bias": True, "num_nextn_predict_layers": 1, "model_type": "mimo"}
+    mimo = read_llama(tmp_path, architectures=["MiMoForCausalLM"], **more)
+    qwen2 = read_llama(tmp_path, architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    assert mimo.text_tensors == TextTensors((), ("model.mtp_layers.",))
+    assert replace(mimo, text_tensors=None) == qwen2
 
 
 def test_switches_of_qwen(tmp_path: Path) -> None:
