@@ -117,7 +117,7 @@ def _loads(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:  # A
                 {"role": "assistant", "content": text(200), "reasoning_content": text(100)}
             )
     yield "ten turns", turns
-    yield _UNLIKE, [tokens(_UNLIKE_TOKENS) for _ in numbers]
+    yield _UNLIKE, [tokens(_UNLIKE_TOKENS) for _ in (*numbers, *numbers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,10 @@ async def _measured(
         await _answer(llm, [7] * 300, 2)
         for load, prompts in loads.items():
             if load == _UNLIKE:
-                answers = (_answer(llm, prompt, _UNLIKE_TOKENS) for prompt in prompts)
-                measured[load] = await asyncio.gather(*answers)
+                # The first half warms up: other loads have no steps of as many tokens.
+                for half in (prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]):
+                    answers = (_answer(llm, prompt, _UNLIKE_TOKENS) for prompt in half)
+                    measured[load] = await asyncio.gather(*answers)
             else:
                 measured[load] = [await _answer(llm, prompt, 1) for prompt in prompts]
     return measured
