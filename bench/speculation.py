@@ -1,0 +1,178 @@
+"""Speculation with drafts that are right as often as wanted, beside decoding without drafts.
+
+    python -m bench.speculation --shape llama-8b --output bench/results/speculation.json
+
+Weights are random, but for the head: the likeliest token follows the last token by number, so a
+drafter can know it. Each draft is right with the probability `--acceptance`, if all before it are.
+`fixed` verifies as many drafts as `--num-drafts` says in each step, and `adaptive` as many as the
+engine buys. The milliseconds are those of a token of each request, the best of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
+from cluster.engine.local_executor import LocalExecutor
+from cluster.scheduling.speculation import RowTimes, Speculator
+from pagedray import LLM, SamplingParams
+from pagedray.config import SpeculationConfig
+from workers.layers.linear_choice import linear_kernel_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.scheduling.sequence import Sequence
+
+_NUM_PROMPT_TOKENS = 64
+_NUM_NEW_TOKENS = 192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way to draft at one load."""
+
+    num_requests: int
+    acceptance: float
+    """How likely a draft is right."""
+    num_drafts: int
+    """Of a sequence in a step; the most of them if they are adaptive."""
+    mode: str
+    """plain, fixed or adaptive."""
+    ms_per_token: float
+    mean_length: float
+    """Tokens of a chain, its drafts that were right and the token behind them; 1 without chains."""
+
+
+class CountingDrafter:
+    """Counts on from the last token; each draft is wrong by chance."""
+
+    def __init__(self, *, acceptance: float, vocab_size: int) -> None:
+        self._rng = random.Random(5)
+        self._acceptance = acceptance
+        self._vocab_size = vocab_size
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        drafts, token_id = [], sequence.token_ids[-1]
+        for _ in range(limit):
+            is_right = self._rng.random() < self._acceptance
+            token_id = (token_id + (1 if is_right else 2)) % self._vocab_size
+            drafts.append(token_id)
+        return drafts
+
+
+class FreeDrafts(RowTimes):
+    """Steps of any number of rows take the same time, so every draft is worth it."""
+
+    def time_of(self, num_rows: int) -> float:
+        return 1.0
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[1.0, 0.8])
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), SHAPES[options.shape])
+        with LLM(
+            folder,
+            executor="local",
+            load_format="dummy",
+            max_model_len=2048,
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": max(options.num_drafts),
+            },
+            show_progress=False,
+        ) as llm:
+            _let_count(llm)
+            for num_requests in options.requests:
+                for row in _rows(llm, num_requests, options):
+                    print(row, flush=True)
+                    rows.append(row)
+    if options.output:
+        write_results(options.output, options.shape, rows=rows)
+
+
+def _let_count(llm: LLM) -> None:
+    """Make the weights of the head those that count."""
+    executor = llm._engine._executor
+    assert isinstance(executor, LocalExecutor)
+    assert executor._decoder is not None
+    model = executor._decoder._model
+    assert model is not None
+    assert model._head is not None
+    # Layers add little to a large embedding.
+    weight = model._embedding.weight.mul_(1000.0)
+    kernel = linear_kernel_class(weight.dtype, weight.device)(weight.roll(1, 0), None)
+    kernel.finalize()
+    model._head._kernel = kernel
+
+
+def _rows(llm: LLM, num_requests: int, options: argparse.Namespace) -> Iterator[Row]:
+    for acceptance in options.acceptance:
+        modes = [("fixed", number) for number in options.num_drafts]
+        modes.append(("adaptive", max(options.num_drafts)))
+        if acceptance == options.acceptance[0]:
+            modes.insert(0, ("plain", 0))
+        for mode, num_drafts in modes:
+            speculator = None if mode == "plain" else _speculator(acceptance, num_drafts, mode)
+            scheduler = llm._engine._scheduler
+            scheduler._speculator = scheduler._planner._speculator = speculator
+            scheduler._outputs._speculator = speculator
+            # The first call compiles kernels, and measures steps.
+            times = [_seconds(llm, num_requests, seed) for seed in range(1 + options.rounds)]
+            length = 1.0
+            if speculator is not None and speculator.num_chains:
+                length += speculator.stats().num_accepted_tokens / speculator.num_chains
+            yield Row(
+                num_requests=num_requests,
+                acceptance=acceptance,
+                num_drafts=num_drafts,
+                mode=mode,
+                ms_per_token=round(1e3 * min(times[1:]) / _NUM_NEW_TOKENS, 4),
+                mean_length=round(length, 3),
+            )
+
+
+def _speculator(acceptance: float, num_drafts: int, mode: str) -> Speculator:
+    """Return a speculator that has measured nothing yet."""
+    config = SpeculationConfig(num_speculative_tokens=num_drafts)
+    drafter = CountingDrafter(acceptance=acceptance, vocab_size=MAX_TOKEN_ID)
+    speculator = Speculator(config, drafter)
+    if mode == "fixed":
+        speculator.times = FreeDrafts()
+    return speculator
+
+
+def _seconds(llm: LLM, num_requests: int, seed: int) -> float:
+    rng = random.Random(f"{num_requests} {seed}")
+    prompts = [
+        [rng.randrange(2, MAX_TOKEN_ID // 2) for _ in range(_NUM_PROMPT_TOKENS)]
+        for _ in range(num_requests)
+    ]
+    sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_NEW_TOKENS, ignore_eos=True)
+    started_s = time.perf_counter()
+    generations = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - started_s
+    for prompt, generation in zip(prompts, generations, strict=True):
+        expected = range(prompt[-1] + 1, prompt[-1] + 1 + _NUM_NEW_TOKENS)
+        assert list(generation.outputs[0].token_ids) == list(expected)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
