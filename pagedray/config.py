@@ -44,7 +44,7 @@ PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
-SpeculationMethod = Literal["ngram"]
+SpeculationMethod = Literal["ngram", "suffix"]
 
 
 MOST_SPARE_STATES = 8
@@ -210,20 +210,40 @@ class SpeculationConfig:
     num_speculative_tokens: int
     """Maximum number of guessed tokens of a sequence in a step."""
     method: SpeculationMethod = "ngram"
-    """`ngram` guesses that a sequence goes on as after an earlier occurrence of its last tokens."""
+    """`ngram` guesses that a sequence goes on as after an earlier occurrence of its last tokens.
+    `suffix` also looks for these in past answers of the tenant."""
     prompt_lookup_min: int = 2
     """Minimum number of these tokens."""
     prompt_lookup_max: int = 4
     """Maximum number of these tokens; longer matches are preferred."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Maximum number of last tokens that `suffix` looks for."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Maximum number of past answers that `suffix` keeps."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Maximum number of guesses of `suffix`, over the number of last tokens that were found."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """How often tokens must have followed, of all places, for `suffix` to guess them."""
 
     def __post_init__(self) -> None:
-        _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
-        _check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        for name, low in (
+            ("num_speculative_tokens", 1),
+            ("prompt_lookup_min", 1),
+            ("suffix_decoding_max_tree_depth", 2),
+            ("suffix_decoding_max_cached_requests", 0),
+        ):
+            _check_at_least(name, getattr(self, name), low)
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise StartupError(
                 f"prompt_lookup_max must be at least prompt_lookup_min, "
                 f"{self.prompt_lookup_min}, not {self.prompt_lookup_max}."
             )
+        for name, high in (
+            ("suffix_decoding_max_spec_factor", 100.0),
+            ("suffix_decoding_min_token_prob", 1.0),
+        ):
+            if not 0.0 <= getattr(self, name) <= high:
+                raise StartupError(f"{name} must be from 0 to {high:g}, not {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

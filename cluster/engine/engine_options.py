@@ -64,7 +64,13 @@ Config = TypeVar("Config", CacheConfig, ParallelConfig, SchedulerConfig)
 # Any: a dataclass field does not state the type of its default.
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default
-    for config in (CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig)
+    for config in (
+        CacheConfig,
+        EngineConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        SpeculationConfig,
+    )
     for field in fields(config)
 }
 
@@ -199,6 +205,9 @@ def speculation_config(given: Mapping[str, object] | None) -> SpeculationConfig 
             f"speculative_config.method {method!s:.80} is not supported; use ngram, which guesses "
             "tokens from the sequence itself."
         )
+    if method == "suffix":
+        depth = "suffix_decoding_max_tree_depth"
+        chosen.setdefault("num_speculative_tokens", chosen.get(depth, _DEFAULTS[depth]))
     known = {field.name for field in fields(SpeculationConfig)}
     for name in chosen:
         if name not in known:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.sequence import Sequence
 
-__all__ = ["Drafter", "NgramDrafter", "PredictionDrafter"]
+__all__ = ["Drafter", "NgramDrafter", "PredictionDrafter", "find_last"]
 
 _LONGEST_ANCHOR = 4
 """Generated tokens that are looked for in a prediction; the next is their minimum."""
@@ -42,7 +42,7 @@ class NgramDrafter:
                 break
             # A longer n-gram ends only where the shorter ends too, so all searches together pass
             # over the tokens once.
-            first = _find_last(packed, packed[-size * TOKEN_ID_BYTES :], end)
+            first = find_last(packed, packed[-size * TOKEN_ID_BYTES :], end)
             if first < 0:
                 break
             found = first + size
@@ -97,7 +97,7 @@ def _find_first(packed: bytes, pattern: bytes, start: int) -> int:
     return -1
 
 
-def _find_last(packed: bytes, pattern: bytes, end: int) -> int:
+def find_last(packed: bytes, pattern: bytes, end: int) -> int:
     """Return the token at which a pattern occurs last before a byte of packed tokens, or -1."""
     while (place := packed.rfind(pattern, 0, end)) >= 0:
         if place % TOKEN_ID_BYTES == 0:

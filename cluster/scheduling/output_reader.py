@@ -196,6 +196,8 @@ class OutputReader:
         else:
             return None
         self._prefixes.mark_verified(sequence)
+        if self._speculator is not None:
+            self._speculator.close_sequence(sequence)
         self._table.remove_sequence(sequence)
         return reason
 

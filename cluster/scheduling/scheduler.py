@@ -221,6 +221,8 @@ class Scheduler:
                 # Its stop string may be found while it is computed again.
                 if sequence.has_sampled:
                     self._kv.prefixes.mark_verified(sequence)
+                if self._speculator is not None:
+                    self._speculator.close_sequence(sequence)
                 self._table.remove_sequence(sequence)
                 self._prompt_logprobs.forget_sequence(sequence)
                 return True

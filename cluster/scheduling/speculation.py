@@ -16,12 +16,14 @@ from cluster.scheduling.drafters import NgramDrafter, PredictionDrafter
 from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.sequence import Sequence, SequenceDrafts
 from cluster.scheduling.stats import SpeculationStats
+from cluster.scheduling.suffix_decoding import SuffixDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.drafters import Drafter
+    from cluster.scheduling.suffix_decoding import PastAnswers
     from pagedray.config import SpeculationConfig
 
 __all__ = ["Chain", "RowTimes", "Speculator"]
@@ -113,9 +115,8 @@ class Speculator:
     """Decides which drafts are computed; without a drafter's guesses there are none."""
 
     def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
-        self.drafter = drafter or PredictionDrafter(
-            NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
-        )
+        self._answers: PastAnswers | None = None
+        self.drafter = drafter or PredictionDrafter(self._drafter_of(config))
         self._num_drafts = config.num_speculative_tokens
         self._rates = [_FIRST_RATE] * self._num_drafts
         """The rates of all sequences, with which a sequence begins."""
@@ -129,6 +130,11 @@ class Speculator:
         """Let a sequence have drafts, unless it samples under masks."""
         if sequence.masks is None:
             sequence.drafts = SequenceDrafts(self._rates.copy())
+
+    def close_sequence(self, sequence: Sequence) -> None:
+        """Let an answer that ends draft for others of its tenant."""
+        if self._answers is not None and sequence.drafts is not None:
+            self._answers.add(sequence)
 
     def is_worth_waiting(self, running: AnySequence[Sequence], *, room: int) -> bool:
         """Return whether the next plan should wait for the tokens that are being sampled.
@@ -187,6 +193,13 @@ class Speculator:
     def stats(self) -> SpeculationStats:
         """Return a snapshot of the counters."""
         return SpeculationStats(self.num_chains, self.num_draft_tokens, tuple(self.num_accepted_at))
+
+    def _drafter_of(self, config: SpeculationConfig) -> Drafter:
+        if config.method == "suffix":
+            drafter = SuffixDrafter(config)
+            self._answers = drafter.answers
+            return drafter
+        return NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 
     def _settle_guess(self, sequence: Sequence, drafts: SequenceDrafts) -> None:
         """Learn from a guess that no step has verified."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.scheduling.drafters import Drafter, NgramDrafter
 from cluster.scheduling.speculation import Speculator
+from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray import LLM, SamplingParams
+from pagedray.config import SpeculationConfig
 from pagedray.sampling_params import Structure
 from tests.scheduling.drafting import FreeDrafts
 
@@ -89,6 +91,15 @@ class OracleDrafter:
                     for one in drafts
                 ]
         return ()
+
+
+def suffixes() -> SuffixDrafter:
+    """Return a drafter of suffix decoding that guesses many tokens."""
+    return SuffixDrafter(
+        SpeculationConfig(
+            method="suffix", num_speculative_tokens=NUM_DRAFTS, suffix_decoding_max_spec_factor=3.0
+        )
+    )
 
 
 def ngrams() -> Drafter:

@@ -388,6 +388,29 @@ def test_none_is_the_default_and_a_path_is_text() -> None:
             {"model": "[ngram]", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "x": None},
             SpeculationConfig(num_speculative_tokens=1, prompt_lookup_min=3, prompt_lookup_max=3),
         ),
+        ({"method": "suffix"}, SpeculationConfig(method="suffix", num_speculative_tokens=24)),
+        (
+            {"method": "suffix", "suffix_decoding_max_tree_depth": 16},
+            SpeculationConfig(
+                method="suffix", num_speculative_tokens=16, suffix_decoding_max_tree_depth=16
+            ),
+        ),
+        (
+            {
+                "method": "suffix",
+                "num_speculative_tokens": 5,
+                "suffix_decoding_max_cached_requests": 100,
+                "suffix_decoding_max_spec_factor": 2,
+                "suffix_decoding_min_token_prob": 0.5,
+            },
+            SpeculationConfig(
+                method="suffix",
+                num_speculative_tokens=5,
+                suffix_decoding_max_cached_requests=100,
+                suffix_decoding_max_spec_factor=2.0,
+                suffix_decoding_min_token_prob=0.5,
+            ),
+        ),
     ],
 )
 # Any: JSON

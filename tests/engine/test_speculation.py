@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray import LLM
 from tests.engine.speculation_rig import (
     PARAMETERS,
@@ -17,6 +18,7 @@ from tests.engine.speculation_rig import (
     open_llm,
     sequences_of,
     speculator_of,
+    suffixes,
 )
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
@@ -38,6 +40,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def drafters(expected: list[list[int]]) -> dict[str, Drafter]:
     return {
         "n-grams": ngrams(),
+        "suffixes": suffixes(),
         "random": RandomDrafter(),
         "oracle": OracleDrafter(expected),
         "some wrong": OracleDrafter(expected, wrong=0.3),
@@ -48,6 +51,7 @@ def checked(llm: LLM, drafter: Drafter, expected: list[list[Any]]) -> int:
     """Check the completions with a drafter, and return the number of accepted drafts."""
     speculator = speculator_of(llm)
     speculator.drafter = drafter
+    speculator._answers = drafter.answers if isinstance(drafter, SuffixDrafter) else None
     before = speculator.stats()
     for name, found, wanted in zip(NAMES, answers(llm, NAMES), expected, strict=False):
         assert found == wanted, name
@@ -77,6 +81,7 @@ def test_completions_with_drafts_are_those_without(engine: str) -> None:
                 num_oracle_steps = llm._engine.stats().num_steps - first
         stats = llm._engine.stats()
     assert num_accepted["random"] < num_accepted["n-grams"] < num_accepted["oracle"]
+    assert num_accepted["random"] < num_accepted["suffixes"] < num_accepted["oracle"]
     assert num_oracle_steps < num_steps
     scheduler = stats.scheduler
     preempted = {

@@ -57,8 +57,12 @@ class Harness:
         state_grid: int = 4,
         num_drafts: int = 0,
         right: float = 0.7,
+        speculator: Speculator | None = None,
     ) -> None:
-        """Sequences have up to `num_drafts` drafts, each right with probability `right`."""
+        """Sequences have up to `num_drafts` drafts, each right with probability `right`.
+
+        They have the drafts of a `speculator` if there is one.
+        """
         self.windows = windows
         self.state_blocks = state_blocks
         self.max_model_len = max_model_len
@@ -70,7 +74,6 @@ class Harness:
             max_queued_requests=max_queued_requests,
             preemption=preemption,
         )
-        speculator = None
         if num_drafts:
             config = SpeculationConfig(num_speculative_tokens=num_drafts)
             speculator = Speculator(config, GuessingDrafter(0, right=right))
