@@ -118,7 +118,7 @@ class InputBatch:
             if chunk.new_block_ids:
                 self._append_blocks(chunk.row, chunk.new_block_ids)
         if plan.decodes.draft_ids:
-            self._apply_chains(plan.decodes)
+            self._append_chain_blocks(plan.decodes)
         elif plan.decodes.growing_rows:
             rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
             ends = self._num_entries[rows]
@@ -126,18 +126,13 @@ class InputBatch:
             self._block_tables[:, rows, ends] = blocks.reshape(len(rows), -1).T
             self._num_entries[rows] = ends + 1
 
-    def _apply_chains(self, decodes: Decodes) -> None:
-        """Append the blocks of decodes with chains, and write the drafts to the token table."""
+    def _append_chain_blocks(self, decodes: Decodes) -> None:
+        """Append the blocks of decodes with chains, of which a row may have several."""
         growing_rows = np.frombuffer(decodes.growing_rows, np.int32).tolist()
         blocks = np.frombuffer(decodes.new_block_ids, np.int32)
         entries = blocks.reshape(-1, len(self._windows)).tolist()
         for row, entry in zip(growing_rows, entries, strict=True):
             self._append_blocks(row, entry)
-        draft_ids = _draft_ids(decodes)
-        is_draft = draft_ids >= 0
-        rows, positions = np.frombuffer(decodes.rows + decodes.positions, np.int32).reshape(2, -1)
-        places = np.stack((rows, positions, draft_ids))[:, is_draft]
-        self._table.write(*places.astype(np.int64))
 
     def first_rows(self, plan: StepPlan) -> list[int]:
         """Return the rows of which a step computes the first token of their sequences."""
@@ -189,7 +184,13 @@ class InputBatch:
             if plan.saves or self._table.token_ids.is_cuda:
                 parts += (self._save_ends(plan, rows, ends - seq_lens),)
         token_ids, device_positions, others = self._table.begin_step(
-            token_rows, positions, logits_indices, sampled_rows, sampled_positions, *parts
+            token_rows,
+            positions,
+            logits_indices,
+            sampled_rows,
+            sampled_positions,
+            *parts,
+            draft_ids=_draft_ids(plan.decodes, len(positions)),
         )
         device_indices, device_rows, device_places, *segments = others
         selects_all = is_sampled.all() and ends[-1] == size and not chunks
@@ -210,7 +211,7 @@ class InputBatch:
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             sampled_places=(device_rows, device_places),
-            draft_ids=_sampled_draft_ids(plan.decodes, len(sampled_rows)),
+            draft_ids=_draft_ids(plan.decodes, len(sampled_rows)),
             prompt_chunks=tuple(chunks),
             segments=_segments(segments, num_tokens),
         )
@@ -221,8 +222,9 @@ class InputBatch:
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
         parts = (rows, np.arange(len(rows) + 1)) if self._has_states else ()
+        draft_ids = _draft_ids(decodes, len(rows))
         token_ids, device_positions, others = self._table.begin_step(
-            rows, positions, rows, ends, *parts
+            rows, positions, rows, ends, *parts, draft_ids=draft_ids
         )
         device_rows, device_ends, *segments = others
         return StepInputs(
@@ -241,7 +243,7 @@ class InputBatch:
             sampled_rows=rows,
             sampled_positions=ends,
             sampled_places=(device_rows, device_ends),
-            draft_ids=_sampled_draft_ids(decodes, len(rows)),
+            draft_ids=draft_ids,
             segments=_segments(segments, np.ones(1, np.int64)),
         )
 
@@ -409,20 +411,18 @@ def _segments(parts: Sequence[torch.Tensor], num_tokens: _Ints) -> Segments | No
     )
 
 
-def _draft_ids(decodes: Decodes) -> _Ints:
-    """Return the token of each decode that is a draft, and -1 for others."""
-    rows = np.frombuffer(decodes.rows, np.int32)
-    draft_ids = np.full(len(rows), -1)
-    draft_ids[1:][rows[1:] == rows[:-1]] = np.frombuffer(decodes.draft_ids, np.int32)
-    return draft_ids
+def _draft_ids(decodes: Decodes, size: int) -> _Ints | None:
+    """Return the token of each of `size` places that is a draft, and -1 for others.
 
-
-def _sampled_draft_ids(decodes: Decodes, num_sampled: int) -> _Ints | None:
-    """Return `StepInputs.draft_ids`; decodes are the last of the sampled rows."""
+    The last places are those of the decodes. None without drafts.
+    """
     if not decodes.draft_ids:
         return None
-    draft_ids = _draft_ids(decodes)
-    return np.concatenate((np.full(num_sampled - len(draft_ids), -1), draft_ids))
+    rows = np.frombuffer(decodes.rows, np.int32)
+    draft_ids = np.full(size, -1)
+    of_decodes = draft_ids[size - len(rows) :]
+    of_decodes[1:][rows[1:] == rows[:-1]] = np.frombuffer(decodes.draft_ids, np.int32)
+    return draft_ids
 
 
 def _columns(plan: StepPlan) -> tuple[_Ints, _Ints, _Ints, _Flags]:

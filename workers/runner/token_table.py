@@ -86,30 +86,29 @@ class TokenTable:
             else:
                 self._tokens[row, : len(part)] = part
 
-    def write(self, rows: _Ints, positions: _Ints, token_ids: _Ints) -> None:
-        """Write tokens to their places, each `[num_tokens]` int64."""
-        written = torch.empty((3, len(rows)), dtype=torch.int64, device=self._device)
-        with self._prompts.next_buffer(written.numel()) as words:
-            words.numpy()[:] = np.concatenate((rows, positions, token_ids))
-            copy_from_host(written.view(-1), words)
-        self._tokens[written[0], written[1]] = written[2]
-
     def begin_step(
-        self, rows: _Ints, positions: _Ints, *others: _Ints
+        self, rows: _Ints, positions: _Ints, *others: _Ints, draft_ids: _Ints | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Return the tokens of a step, their positions and other numbers, all on the device.
 
-        `rows` and `positions` are `[num_tokens]` int64, the others of one dimension. On a GPU, the
-        first two results begin where `token_ids` and `positions` do.
+        `rows` and `positions` are `[num_tokens]` int64, the others of one dimension. `draft_ids`
+        are written to the places of tokens that are drafts, and -1 for others. On a GPU, the first
+        two results begin where `token_ids` and `positions` do.
         """
         if not self._is_cuda:
             device_rows, device_positions, *parts = map(
                 torch.from_numpy, (rows, positions, *others)
             )
+            if draft_ids is not None:
+                is_draft = draft_ids >= 0
+                self._tokens[rows[is_draft], positions[is_draft]] = torch.from_numpy(
+                    draft_ids[is_draft]
+                )
             return self._tokens[device_rows, device_positions], device_positions, parts
         # Imported here so that this module can be imported without Triton.
-        from attention.kernels.triton.pinned_copy import place_tokens
+        from attention.kernels.triton.pinned_copy import place_tokens, row_words
 
+        row_of_token = rows if draft_ids is None else row_words(rows, draft_ids)
         sizes = [-(-len(other) // _ALIGNMENT) * _ALIGNMENT for other in others]
         rest = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
         num_tokens = len(rows)
@@ -117,7 +116,7 @@ class TokenTable:
         with self._steps.next_buffer(2 * num_tokens + sum(sizes)) as words:
             host = words.numpy()
             ends = np.cumsum([0, num_tokens, num_tokens, *sizes])
-            for first, part in zip(ends, (rows, positions, *others), strict=False):
+            for first, part in zip(ends, (row_of_token, positions, *others), strict=False):
                 host[first : first + len(part)] = part
             place_tokens(token_ids, device_positions, rest, words, self._tokens)
         parts = [part[: len(other)] for part, other in zip(rest.split(sizes), others, strict=True)]

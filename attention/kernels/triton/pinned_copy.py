@@ -6,15 +6,26 @@ blocks, so kernels access pinned memory directly instead.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
 import triton
 import triton.language as tl
 
 from attention.kernels.triton.kernel_launcher import KernelLauncher
 
-__all__ = ["append_tokens", "copy_words", "place_tokens"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["append_tokens", "copy_words", "place_tokens", "row_words"]
+
+_Ints: TypeAlias = "NDArray[np.int64]"
 
 _TILE = 256
+_ROW_BITS = tl.constexpr(32)
+"""Of a word; the other bits have the draft of a token plus one, or 0."""
+_ROW_MASK = tl.constexpr((1 << 32) - 1)
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -43,7 +54,7 @@ def _place_tokens(
     num_others: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
-    """Look up the tokens of `tile` places, and copy as many of the other words.
+    """Look up or write the tokens of `tile` places, and copy as many of the other words.
 
     Launched by `place_tokens`; grid `(tiles of the longer part,)`. Pointers, all int64: token_ids,
     positions `[num_tokens]`, others `[num_others]`, host `[2 * num_tokens + num_others]`, table
@@ -52,10 +63,15 @@ def _place_tokens(
     places = tl.program_id(0) * tile + tl.arange(0, tile)
     is_token = places < num_tokens
     is_other = places < num_others
-    rows = tl.load(host + places, mask=is_token, other=0)
+    words = tl.load(host + places, mask=is_token, other=0)
     columns = tl.load(host + num_tokens + places, mask=is_token, other=0)
     others_read = tl.load(host + 2 * num_tokens + places, mask=is_other, other=0)
-    tokens = tl.load(table + rows * table_stride + columns, mask=is_token, other=0)
+    drafts = (words >> _ROW_BITS) - 1
+    is_draft = drafts >= 0
+    entries = table + (words & _ROW_MASK) * table_stride + columns
+    known = tl.load(entries, mask=is_token & ~is_draft, other=0)
+    tokens = tl.where(is_draft, drafts, known)
+    tl.store(entries, tokens, mask=is_draft)
     tl.store(token_ids + places, tokens, mask=is_token)
     tl.store(positions + places, columns, mask=is_token)
     tl.store(others + places, others_read, mask=is_other)
@@ -102,6 +118,15 @@ def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
     _COPY_WORDS.launch(_grid(len(target)), (target, source), (_TILE,), (len(target),), num_warps=4)
 
 
+def row_words(rows: _Ints, draft_ids: _Ints) -> _Ints:
+    """Return the words of rows whose tokens are drafts, which are written to the table.
+
+    Both are `[num_tokens]`; tokens that are no drafts have -1, and their rows are their words.
+    """
+    words: _Ints = rows | (draft_ids + 1) << _ROW_BITS.value
+    return words
+
+
 def place_tokens(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -111,8 +136,9 @@ def place_tokens(
 ) -> None:
     """Take the inputs of a step from pinned host memory, and its tokens from the table.
 
-    `host` has the row of each token, the position of each, and then `others`: int64 as all tensors
-    here. `token_ids` and `positions` are `[num_tokens]`, `table` is `[num_rows, length]`.
+    `host` has the row of each token (see `row_words`), the position of each, and then `others`:
+    int64 as all tensors here. `token_ids` and `positions` are `[num_tokens]`, `table` is
+    `[num_rows, length]`.
     """
     num_tokens = len(token_ids)
     assert len(host) == 2 * num_tokens + len(others)

@@ -12,7 +12,7 @@ from attention.kernels.triton.copy_blocks import copy_blocks
 from attention.kernels.triton.gated_activation import Gate, gated, sigmoid_gated, soft_capped
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.kernels.triton.norm_rope import add_norm, add_parts_norm, norm_heads, rotate_heads
-from attention.kernels.triton.pinned_copy import append_tokens, copy_words, place_tokens
+from attention.kernels.triton.pinned_copy import append_tokens, copy_words, place_tokens, row_words
 from attention.kernels.triton.post_norm import add_normed
 from tests.attention.kernels.features import Shape
 from tests.attention.kernels.kernel_device import DEVICE
@@ -400,9 +400,18 @@ def test_tokens_of_a_step_are_those_of_the_table(num_tokens: int, num_others: in
     others = torch.randint(0, 2**40, (num_others,))
     token_ids = torch.full((num_tokens + 2,), -7, device=DEVICE)
     positions, copied = token_ids.clone(), torch.zeros_like(others, device=DEVICE)
-    host = pinned(torch.cat((rows, columns, others)))
+    draft_ids = torch.full((num_tokens,), -1)
+    # Drafts at places of their own; 0 is a token too.
+    draft_ids[:NUM_ROWS:3] = torch.arange(len(draft_ids[:NUM_ROWS:3]))
+    rows[:NUM_ROWS] = torch.arange(len(rows[:NUM_ROWS]))
+    columns[:NUM_ROWS], columns[NUM_ROWS:] = LENGTH - 1, columns[NUM_ROWS:].clamp(max=LENGTH - 2)
+    words = torch.from_numpy(row_words(rows.numpy(), draft_ids.numpy()))
+    host = pinned(torch.cat((words, columns, others)))
+    expected = table.cpu()
+    expected[rows[draft_ids >= 0], columns[draft_ids >= 0]] = draft_ids[draft_ids >= 0]
     place_tokens(token_ids[:num_tokens], positions[:num_tokens], copied, host, table)
-    assert token_ids.tolist() == [*table.cpu()[rows, columns].tolist(), -7, -7]
+    assert token_ids.tolist() == [*expected[rows, columns].tolist(), -7, -7]
+    assert torch.equal(table.cpu(), expected)
     assert positions.tolist() == [*columns.tolist(), -7, -7]
     assert copied.tolist() == others.tolist()
 
