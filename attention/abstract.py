@@ -129,6 +129,15 @@ class AttentionMetadata(ABC):
         return False
 
     @abstractmethod
+    def write(
+        self, layer_index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> None:
+        """Write a layer's keys and values, `[num_tokens, num_kv_heads, head_size]`, to the cache.
+
+        Nothing attends.
+        """
+
+    @abstractmethod
     def attend(
         self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:

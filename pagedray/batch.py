@@ -249,6 +249,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     late_copies: list[BlockCopy] = []
     """Device block to device block, after the forward pass: spare states or live states to
     snapshots."""
+    num_drafts: int = 0
+    """Tokens that a draft head guesses for each sequence behind its sampled tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -373,6 +375,10 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """Whether its block copies have ended too; if not, a `StepAck` follows."""
     vectors: bytes = b""
     """Of each text, float32 in native byte order, `[num_texts, ModelConfig.vector_size]`."""
+    draft_ids: bytes = b""
+    """int32 in native byte order, `[num_sequences, StepPlan.num_drafts]`: guesses of the tokens
+    that follow the tokens of each sampled sequence. Those of a chain follow the token after its
+    last right draft."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pagedray.errors import StartupError
-from pagedray.model_config import ModelConfig
+from pagedray.model_config import DraftHeadConfig, ModelConfig
 
 __all__ = [
     "LARGE_LIMITS",
@@ -44,7 +44,7 @@ PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
-SpeculationMethod = Literal["ngram", "suffix"]
+SpeculationMethod = Literal["ngram", "suffix", "eagle3"]
 
 
 MOST_SPARE_STATES = 8
@@ -211,7 +211,8 @@ class SpeculationConfig:
     """Maximum number of guessed tokens of a sequence in a step."""
     method: SpeculationMethod = "ngram"
     """`ngram` guesses that a sequence goes on as after an earlier occurrence of its last tokens.
-    `suffix` also looks for these in past answers of the tenant."""
+    `suffix` also looks for these in past answers of the tenant.
+    `eagle3` has a draft head guess from the hidden states of the model."""
     prompt_lookup_min: int = 2
     """Minimum number of these tokens."""
     prompt_lookup_max: int = 4
@@ -298,6 +299,8 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     speculation: SpeculationConfig | None = None
     """None computes one token of a sequence after the other."""
+    draft_head: DraftHeadConfig | None = None
+    """The draft head on the ranks, which the speculation needs for the method `eagle3`."""
     load_format: LoadFormat = "auto"
     """`dummy` initializes random weights and reads no tensor."""
     attention_backend: str = "auto"

@@ -16,6 +16,7 @@ __all__ = [
     "Activation",
     "ClampedGate",
     "DenseModule",
+    "DraftHeadConfig",
     "Dtype",
     "ExpertsConfig",
     "HubFile",
@@ -606,3 +607,33 @@ class ModelConfig:
             return None
         has_window = self.sliding_window(layer) is not None
         return self.window_rope if has_window and self.window_rope is not None else self.rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHeadConfig:
+    """A decoder layer that drafts tokens from hidden states of a target, as in EAGLE-3.
+
+    Y. Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+    Training-Time Test", 2025.
+    """
+
+    layer: ModelConfig
+    """The layer, as a model of one layer with the vocabulary of the target."""
+    draft_vocab_size: int
+    """The number of tokens that the head can draft."""
+    tapped_layers: tuple[int, ...]
+    """The layers of the target with the inputs that the head reads."""
+    norms_all_taps: bool = False
+    """Whether one norm is over the inputs of all tapped layers."""
+    norms_each_tap: bool = False
+    """Whether the input of each tapped layer has a norm of its own."""
+    norms_residual: bool = False
+    """Whether the layer adds to its state behind the norm of the state."""
+    norms_output: bool = False
+    """Whether the state of the next draft is behind the last norm."""
+    has_embedding: bool = False
+    """Whether the checkpoint has an embedding; otherwise, the head uses that of the target."""
+    has_token_map: bool = True
+    """Whether the checkpoint says which tokens the head can draft; otherwise, it is all tokens."""
+    num_drafts: int | None = None
+    """The number of drafts that the checkpoint suggests, or None."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.gpu.metadata import GpuMetadataBuilder
 from pagedray.config import LARGE_LIMITS, CacheSize, EngineConfig, KernelReport, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
@@ -23,6 +24,7 @@ from pagedray.rank_progress import PoolReport
 from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
 from workers.layers.formats.fp8_weight import FP8
 from workers.layers.linear_choice import make_linear_kernel, replaced_kernels
+from workers.layers.weight import Placement
 from workers.memory_profile import (
     GraphSizes,
     MemoryProfile,
@@ -33,10 +35,12 @@ from workers.memory_profile import (
     num_staging,
 )
 from workers.models.decoder import Decoder
+from workers.models.draft_head import DraftHead, Taps
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.runner.decode_graphs import DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
+from workers.runner.drafting import DeviceDrafting, Drafting, HostDrafting
 from workers.runner.forward_pass import ForwardPass, SampledAttention
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, make_host_pool
@@ -87,12 +91,17 @@ class DecoderWorker(Worker):
         config = with_stored_experts(with_stored_head(config))
         config = with_cache_format(config)
         super().__init__(config, group, device)
+        head = config.draft_head
+        if head is not None:
+            layer = replace(head.layer, kv_cache_dtype=config.model.kv_cache_dtype)
+            head = replace(head, layer=layer)
         spec = attention_spec(
             config.model,
             group,
             block_size=config.cache.block_size,
             device=self._device,
             max_seq_len=config.max_model_len,
+            head=None if head is None else head.layer,
         )
         self._spec = spec.grouped()
         self._backend = self._select_backend(self._spec)
@@ -100,7 +109,25 @@ class DecoderWorker(Worker):
             config.model, group, backend=self._backend, device=self._device
         )
         # Ranks of other GPUs may choose another limit, but they must all prepare for the same.
-        self._model.prepare_steps(config.scheduler.limits(LARGE_LIMITS).max_num_batched_tokens)
+        limits = config.scheduler.limits(LARGE_LIMITS)
+        self._model.prepare_steps(limits.max_num_batched_tokens)
+        self._head: DraftHead | None = None
+        self._taps: Taps | None = None
+        if head is not None:
+            self._taps = Taps(
+                head.tapped_layers,
+                max_num_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+                hidden_size=config.model.hidden_size,
+                dtype=self._spec.dtype,
+                device=self._device,
+            )
+            self._model.tap_layers(self._taps)
+            self._head = DraftHead(
+                head,
+                Placement(group, self._spec.dtype, self._device, backend=self._backend),
+                embedding=self._model.embedding,
+                cache_index=len(self._spec.layers) - 1,
+            )
         self._runner: ModelRunner | None = None
         self.host_pool: HostPool | None = None
         """The CPU pool, kept from epoch to epoch, since pinning takes long."""
@@ -118,7 +145,12 @@ class DecoderWorker(Worker):
         assert self._model is not None
         if self._pool_address is not None:
             self._pool_mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
-        return load_weights(self._model, self._config, report_progress)
+        digests = load_weights(self._model, self._config, report_progress)
+        if self._head is not None:
+            config = replace(self._config, model=self._head.config.layer)
+            of_head = load_weights(self._head, config, report_progress)
+            digests |= {f"draft head: {name}": digest for name, digest in of_head.items()}
+        return digests
 
     @property
     def default_limits(self) -> StepLimits:
@@ -226,7 +258,7 @@ class DecoderWorker(Worker):
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
         # A caller may keep a closed engine and open another engine, which needs the memory.
-        self._runner = self._model = self.host_pool = None
+        self._runner = self._model = self._head = self._taps = self.host_pool = None
         if self._device.type == "cuda":
             release_gpu_memory()
         self._group.close()
@@ -296,6 +328,8 @@ class DecoderWorker(Worker):
                 windows=self._spec.group_windows,
                 has_states=bool(self._spec.states),
                 num_spare_states=self._num_spare_states,
+                has_head=self._head is not None,
+                head_group=self._spec.cache_groups[-1],
             )
             sampler = Sampler(
                 max_num_rows=max_num_seqs,
@@ -318,6 +352,30 @@ class DecoderWorker(Worker):
             batch=batch,
             sampler=sampler,
             progress=self._group.progress,
+            drafting=self._make_drafting(cache, batch, sampler),
+        )
+
+    def _make_drafting(
+        self, cache: KVCache, batch: InputBatch, sampler: Sampler
+    ) -> Drafting | None:
+        """Return the draft head on a cache, if there is one."""
+        if self._head is None or self._taps is None:
+            return None
+        builder = self._backend.make_metadata_builder(self._spec)
+        head, taps, pool, choice = self._head, self._taps, cache.device_pool, sampler.choice
+        if self._device.type == "cpu":
+            return HostDrafting(head, taps, pool, batch=batch, choice=choice, builder=builder)
+        assert isinstance(builder, GpuMetadataBuilder)
+        assert self._config.speculation is not None
+        return DeviceDrafting(
+            head,
+            taps,
+            pool,
+            batch=batch,
+            choice=choice,
+            builder=builder,
+            max_num_rows=self._config.max_num_seqs,
+            max_num_drafts=self._config.speculation.num_speculative_tokens,
         )
 
     def _make_forward_pass(

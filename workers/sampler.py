@@ -60,6 +60,9 @@ class Sampled:
     """int64 `[num_rows]`; -1 where the logits hold NaN or +inf, or nothing but -inf."""
     reports: tuple[tuple[IntArray, LogprobReports], ...] = ()
     """Log-probabilities, with the indices of their rows."""
+    draft_ids: Tensor | None = None
+    """Drafts behind the last token of each sequence, int64 `[num_sequences, num_drafts]` on the
+    host, or None."""
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None]:
@@ -102,6 +105,11 @@ class Sampler:
         self._edits = LogitEdits(vocab_size, device)
         self._penalties = Penalties(max_num_rows, vocab_size, device)
         self._bad_words = BadWords(max_num_rows, vocab_size, device)
+
+    @property
+    def choice(self) -> Choice:
+        """How tokens are chosen."""
+        return self._choice
 
     def start(self, start: SequenceStart) -> None:
         """Start a sequence in its row, and drop all state of the former sequence of the row."""

@@ -89,6 +89,17 @@ class TorchSDPAMetadata(AttentionMetadata):
             self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
         return self._profile_plans[layer_index]
 
+    def write(
+        self, layer_index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> None:
+        params = self._builder.spec.layers[layer_index]
+        key, value = key.flatten(1), value.flatten(1)
+        if (fp8 := KV_CACHE_DTYPES[params.kv_cache_dtype]) is not None:
+            key, value = to_fp8(key, fp8, params.k_scale), to_fp8(value, fp8, params.v_scale)
+        plan = self.layer_plan(layer_index).write
+        assert plan is not None
+        plan.write_layer(key, value, self.cache_views(kv_cache, layer_index))
+
     def attend(
         self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:

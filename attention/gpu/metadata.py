@@ -93,6 +93,13 @@ class GpuMetadata(AttentionMetadata):
             self._step_before = None
         return self._gpu_batch
 
+    def write(
+        self, layer_index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> None:
+        params, kernels = self._builder.layer(layer_index)
+        slots = self.prepare_step().of_group(kernels.group).slots_of(params.attention_type)
+        self._builder.write_layer(layer_index, key, value, kv_cache, slots)
+
     def attend(
         self, layer_index: int, inputs: AttentionInputs, kv_cache: torch.Tensor, out: torch.Tensor
     ) -> None:

@@ -35,13 +35,14 @@ from pagedray.sampling_params import SamplingParams
 from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_revision
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.quantization import with_method
+from workers.models.families.draft_heads import draft_head_method, read_draft_head
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pagedray.model_config import ModelConfig
+    from pagedray.model_config import DraftHeadConfig, ModelConfig
     from workers.hub.locate import LocatedModel
 
 __all__ = [
@@ -168,12 +169,16 @@ def engine_config(
             f"max_model_len {options.max_model_len} is more than the "
             f"{model_config.max_positions} positions of {model_config.name}."
         )
+    draft_head = read_head(
+        options.speculative_config, model_config, load_format=options.load_format
+    )
     return EngineConfig(
         model=model_config,
         cache=_config_from(CacheConfig, options),
         scheduler=_config_from(SchedulerConfig, options),
         parallel=parallel,
-        speculation=speculation_config(options.speculative_config),
+        speculation=speculation_config(options.speculative_config, draft_head),
+        draft_head=draft_head,
         load_format=options.load_format,
         attention_backend=_own_backend(options.attention_backend),
         enforce_eager=options.enforce_eager,
@@ -191,29 +196,54 @@ def engine_config(
     )
 
 
-def speculation_config(given: Mapping[str, object] | None) -> SpeculationConfig | None:
-    """Return the configuration of speculation of vLLM's fields. Raises StartupError."""
+def read_head(
+    given: Mapping[str, object] | None, target: ModelConfig, *, load_format: LoadFormat
+) -> DraftHeadConfig | None:
+    """Return the draft head that vLLM's fields name, for a model. Raises StartupError."""
+    model = (given or {}).get("model")
+    if given is None or model is None or model in _NGRAM_MODELS:
+        return None
+    folder = Path(str(model))
+    if given.get("method", draft_head_method(folder)) != "eagle3":
+        return None
+    return read_draft_head(folder, target, reads_tensors=load_format != "dummy")
+
+
+def speculation_config(
+    given: Mapping[str, object] | None, head: DraftHeadConfig | None = None
+) -> SpeculationConfig | None:
+    """Return the configuration of speculation of vLLM's fields. Raises StartupError.
+
+    `head` is the draft head that they name, if any.
+    """
     if not given:
         return None
     chosen = {name: value for name, value in given.items() if value is not None}
-    if chosen.get("model") in _NGRAM_MODELS:
-        del chosen["model"]
+    model = chosen.pop("model", None)
+    if model in _NGRAM_MODELS:
         chosen["method"] = "ngram"
-    method = chosen.setdefault("method", "draft_model" if "model" in chosen else "ngram")
+    if head is not None:
+        chosen["method"] = "eagle3"
+        if head.num_drafts is not None:
+            chosen.setdefault("num_speculative_tokens", head.num_drafts)
+    is_ngram = model is None or model in _NGRAM_MODELS
+    method = chosen.setdefault("method", "ngram" if is_ngram else "draft_model")
     if method not in get_args(SpeculationMethod):
         raise StartupError(
             f"speculative_config.method {method!s:.80} is not supported; use ngram, which guesses "
-            "tokens from the sequence itself."
+            "tokens from the sequence itself, or eagle3 with a draft head."
         )
     if method == "suffix":
         depth = "suffix_decoding_max_tree_depth"
         chosen.setdefault("num_speculative_tokens", chosen.get(depth, _DEFAULTS[depth]))
+    if method == "eagle3" and head is None:
+        raise StartupError("speculative_config.model must be the draft head for method eagle3.")
     known = {field.name for field in fields(SpeculationConfig)}
     for name in chosen:
         if name not in known:
             raise StartupError(
                 f"speculative_config.{name:.80} is not supported; the fields are "
-                f"{', '.join(sorted(known))}."
+                f"{', '.join(sorted({*known, 'model'}))}."
             )
     # Of two lengths, one stands for both.
     lengths = "prompt_lookup_min", "prompt_lookup_max"

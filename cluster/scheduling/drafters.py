@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.sequence import Sequence
 
-__all__ = ["Drafter", "NgramDrafter", "PredictionDrafter", "find_last"]
+__all__ = ["Drafter", "HeadDrafter", "NgramDrafter", "PredictionDrafter", "find_last"]
 
 _LONGEST_ANCHOR = 4
 """Generated tokens that are looked for in a prediction; the next is their minimum."""
@@ -48,6 +48,16 @@ class NgramDrafter:
             found = first + size
             end = found * TOKEN_ID_BYTES
         return _continued(token_ids, found, limit) if found else ()
+
+
+class HeadDrafter:
+    """Returns the guesses of the draft head on the ranks, which came with the last tokens."""
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        drafts = sequence.drafts
+        if drafts is None or drafts.num_known != len(sequence.token_ids):
+            return ()
+        return drafts.head_ids[:limit]
 
 
 class PredictionDrafter:

@@ -5,6 +5,7 @@ It does not know the plans in flight: the scheduler passes the plan of an output
 
 from __future__ import annotations
 
+from array import array
 from itertools import repeat, takewhile
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,8 @@ class OutputReader:
             self._forget_ended(in_flight, output)
         if in_flight.chains:
             events += self._read_chains(in_flight, output)
+        if output.draft_ids:
+            _keep_drafts(in_flight, output)
         if self._prompt_logprobs.requests:
             self._prompt_logprobs.keep(in_flight.prompt_logprob_rows, output.prompt_logprobs)
             events = [self._prompt_logprobs.add_to(event) for event in events]
@@ -221,6 +224,15 @@ def _num_equal(draft_ids: AnySequence[int], token_ids: AnySequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+def _keep_drafts(in_flight: InFlightStep, output: StepOutput) -> None:
+    """Keep the guesses of a draft head at the sequences that they continue."""
+    draft_ids, number = array("i", output.draft_ids), in_flight.plan.num_drafts
+    for place, sequence in enumerate(in_flight.sampled_sequences):
+        if sequence.drafts is not None and sequence not in in_flight.late:
+            sequence.drafts.head_ids = draft_ids[place * number : (place + 1) * number]
+            sequence.drafts.num_known = len(sequence.token_ids)
+
+
 class InFlightStep(msgspec.Struct, frozen=True):
     """A plan without an output yet."""
 
@@ -242,6 +254,16 @@ class InFlightStep(msgspec.Struct, frozen=True):
     def num_sampled(self) -> int:
         """Tokens that the step samples."""
         return len(self.sampled) + sum(len(chain.draft_ids) + 1 for chain in self.chains)
+
+    @property
+    def sampled_sequences(self) -> list[Sequence]:
+        """All sequences that sample tokens, in the order of the output."""
+        return self.sampled + [chain.sequence for chain in self.chains]
+
+    @property
+    def num_head_drafts(self) -> int:
+        """Tokens that a draft head guesses behind the step."""
+        return self.plan.num_drafts * (len(self.sampled) + len(self.chains))
 
 
 class PromptLogprobsBuffer:

@@ -108,6 +108,8 @@ class Planner:
             self._plan_prompts(prefills, budget)
         if self._speculator is not None and may_speculate and draft.decodes:
             self._plan_chains(self._speculator, budget)
+        if self._speculator is not None and self._speculator.has_head:
+            self._plan_head_drafts(self._speculator, draft)
         if draft.prefilled:
             self._register(budget)
         if self._states is not None:
@@ -203,18 +205,40 @@ class Planner:
 
     def _hold_chain(self, chain: Chain, budget: StepBudget) -> int:
         """Give a chain blocks that nothing else needs; return how many drafts have room."""
-        sequence, blocks = chain.sequence, chain.sequence.blocks
+        sequence = chain.sequence
         end = chain.position + 1 + len(chain.draft_ids)
-        # The first token of the chain sees all blocks of its window.
-        sequence.num_computed = chain.position
-        while blocks.num_slots < end and self._has_spare_blocks:
+        self._hold_slots(sequence, chain.position, end, budget.draft)
+        sequence.num_computed = chain.position + 1
+        return min(end, sequence.blocks.num_slots) - sequence.num_computed
+
+    def _hold_slots(self, sequence: Sequence, first: int, end: int, draft: PlanDraft) -> None:
+        """Give a sequence blocks for its tokens up to `end`, as far as nothing else needs them.
+
+        The step computes its tokens from `first` on.
+        """
+        # The first token sees all blocks of its window.
+        num_computed, sequence.num_computed = sequence.num_computed, first
+        while sequence.blocks.num_slots < end and self._has_spare_blocks:
             added = self._kv.append(sequence)
             if added is None:
                 break
-            budget.draft.growing_rows.append(sequence.state.row)
-            budget.draft.new_block_ids += added
-        sequence.num_computed = chain.position + 1
-        return min(end, blocks.num_slots) - sequence.num_computed
+            draft.growing_rows.append(sequence.state.row)
+            draft.new_block_ids += added
+        sequence.num_computed = num_computed
+
+    def _plan_head_drafts(self, speculator: Speculator, draft: PlanDraft) -> None:
+        """Have a draft head guess the tokens behind the sampled tokens, in blocks of their own."""
+        num_sequences = len(draft.sampled) + len(draft.chains)
+        room = min(self._max_num_tokens, self._table.num_rows)
+        draft.num_drafts = speculator.num_head_drafts(num_sequences, room=room)
+        if not draft.num_drafts:
+            return
+        starts = [(chain.sequence, chain.position) for chain in draft.chains]
+        starts += zip(draft.decodes, draft.decode_positions, strict=True)
+        for sequence, first in starts:
+            end = min(sequence.num_computed + draft.num_drafts, sequence.max_length) - 1
+            with Blame(sequence):
+                self._hold_slots(sequence, first, end, draft)
 
     @property
     def _has_spare_blocks(self) -> bool:
@@ -525,6 +549,7 @@ class PlanDraft:
         "growing_rows",
         "late_copies",
         "new_block_ids",
+        "num_drafts",
         "prefilled",
         "restores",
         "saves",
@@ -556,7 +581,7 @@ class PlanDraft:
         self.chains: list[Chain] = []
         """Decodes with drafts."""
         self.growing_rows: list[int] = []
-        """The rows of `decodes` and `chains` that get a new block, once for each."""
+        """The rows of `decodes` and `chains` that get a new block, once for each block."""
         self.new_block_ids: list[int] = []
         """The blocks that each of these rows gets, in each group."""
         self.chunks: list[SequencePlan] = []
@@ -571,6 +596,8 @@ class PlanDraft:
         self.texts: TextBatch | None = None
         self.saves: list[StateSave] = []
         self.late_copies: list[BlockCopy] = []
+        self.num_drafts = 0
+        """Tokens that a draft head guesses for each sequence."""
 
     @property
     def is_empty(self) -> bool:
@@ -642,4 +669,5 @@ class PlanDraft:
             self.texts,
             self.saves,
             self.late_copies,
+            self.num_drafts,
         )

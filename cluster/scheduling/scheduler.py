@@ -26,6 +26,7 @@ from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats, SpeculationStats, cache_counts
+from pagedray.batch import TOKEN_ID_BYTES
 from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 from pagedray.text import pluralize
@@ -312,7 +313,7 @@ class Scheduler:
         if self._cost_meter is not None:
             self._cost_meter.note_output(in_flight.plan, output)
         if self._speculator is not None and output.forward_s and not in_flight.plan.chunks:
-            self._speculator.times.note(len(in_flight.plan.decodes), output.forward_s)
+            self._speculator.note_step(in_flight.plan, output.forward_s)
         return self._outputs.read_output(in_flight, output)
 
     def masked_step(self) -> MaskedStep | None:
@@ -429,7 +430,8 @@ class Scheduler:
         """Return whether the next plan waits for the tokens of the plan in flight."""
         if not self._in_flight:
             return False
-        if self._in_flight[-1].chains:
+        last = self._in_flight[-1]
+        if last.chains or last.plan.num_drafts:
             return True
         running = self._table.running
         room = self._table.num_rows - len(running)
@@ -452,6 +454,12 @@ class Scheduler:
             raise WorkerError(
                 f"Step {output.step} samples {num_sampled} tokens but its output has "
                 f"{len(output.token_ids)}, with log-probabilities for {len(output.logprobs)}."
+            )
+        num_bytes = self._in_flight[0].num_head_drafts * TOKEN_ID_BYTES
+        if len(output.draft_ids) not in (0, num_bytes):
+            raise WorkerError(
+                f"Step {output.step} has {num_bytes} bytes of drafts, but its output has "
+                f"{len(output.draft_ids)}."
             )
 
 

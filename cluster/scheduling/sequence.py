@@ -448,7 +448,16 @@ class SequenceMasks:
 class SequenceDrafts:
     """How well the drafts of a sequence have been guessed."""
 
-    __slots__ = ("_guess", "_num_misses", "num_followed", "paused_until", "place", "rates")
+    __slots__ = (
+        "_guess",
+        "_num_misses",
+        "head_ids",
+        "num_followed",
+        "num_known",
+        "paused_until",
+        "place",
+        "rates",
+    )
 
     def __init__(self, rates: list[float]) -> None:
         self.rates = rates
@@ -463,6 +472,10 @@ class SequenceDrafts:
         """The place in the prediction of the request of the token behind the next tokens."""
         self.num_followed = 0
         """Generated tokens up to which the prediction was followed."""
+        self.head_ids: AnySequence[int] = ()
+        """The latest guesses of a draft head."""
+        self.num_known = 0
+        """The number of tokens that these follow."""
 
     def note_miss(self, num_tokens: int, most: int) -> None:
         """Pause guesses, which take time, for a token more after each miss in a row."""

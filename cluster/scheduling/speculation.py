@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.drafters import NgramDrafter, PredictionDrafter
+from cluster.scheduling.drafters import HeadDrafter, NgramDrafter, PredictionDrafter
 from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.sequence import Sequence, SequenceDrafts
 from cluster.scheduling.stats import SpeculationStats
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.drafters import Drafter
     from cluster.scheduling.suffix_decoding import PastAnswers
+    from pagedray.batch import StepPlan
     from pagedray.config import SpeculationConfig
 
 __all__ = ["Chain", "RowTimes", "Speculator"]
@@ -45,6 +46,8 @@ _MOST_PAUSED = 8
 """Tokens of a sequence without guesses after several misses, if many sequences are running."""
 _MOST_WAITING = 256
 """Running sequences up to which a plan may wait for the tokens of the step before."""
+_NUM_STEPS_ALIKE = 64
+"""Steps with a draft head, or without it, after which a step of the other kind is measured."""
 
 
 class Chain(NamedTuple):
@@ -77,6 +80,10 @@ class RowTimes:
         # A single step may take any time; the first of a size may capture a graph.
         change = min(seconds, 2 * before) - before
         self._times[size] = before + weight * change, self._num_steps
+
+    def has_measured(self, num_rows: int = 0) -> bool:
+        """Return whether steps of a number of rows, or of any number, were measured."""
+        return _size_of(num_rows) in self._times if num_rows else bool(self._times)
 
     def time_of(self, num_rows: int) -> float:
         """Return the predicted duration of a step of decodes, in seconds; 1 if none is known.
@@ -115,12 +122,18 @@ class Speculator:
     """Decides which drafts are computed; without a drafter's guesses there are none."""
 
     def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
+        self.has_head = config.method == "eagle3"
+        """Whether a draft head on the ranks guesses tokens."""
         self._answers: PastAnswers | None = None
         self.drafter = drafter or PredictionDrafter(self._drafter_of(config))
         self._num_drafts = config.num_speculative_tokens
         self._rates = [_FIRST_RATE] * self._num_drafts
         """The rates of all sequences, with which a sequence begins."""
         self.times = RowTimes()
+        self.head_times = RowTimes()
+        """Of the steps behind which a draft head guesses tokens, its guesses included."""
+        self._num_alike = 0
+        self._had_head = False
         self._most_paused = 0
         self.num_chains = 0
         self.num_draft_tokens = 0
@@ -141,7 +154,7 @@ class Speculator:
 
         With these tokens, it can have up to `room` drafts.
         """
-        if len(running) > _MOST_WAITING:
+        if self.has_head or len(running) > _MOST_WAITING:
             return False
         self._most_paused = min(len(running) // 4, _MOST_PAUSED)
         offers = []
@@ -180,6 +193,44 @@ class Speculator:
             if (number := chosen[index])
         ]
 
+    def num_head_drafts(self, num_sequences: int, *, room: int) -> int:
+        """Return how many tokens a draft head should guess behind a step of these sequences.
+
+        The next step has room for `room` rows.
+        """
+        if not num_sequences:
+            return 0
+        number = self._best_number(num_sequences, room)
+        self._num_alike += 1
+        if self._num_alike > _NUM_STEPS_ALIKE and 2 * num_sequences <= room:
+            number = 0 if number else self._num_drafts
+        if bool(number) != self._had_head:
+            self._num_alike = 0
+        self._had_head = number > 0
+        return number
+
+    def _best_number(self, num_sequences: int, room: int) -> int:
+        """Return the number of guesses of each sequence that gives the most tokens per second."""
+        if not self.times.has_measured(num_sequences):
+            return 0
+        best, num_tokens = 0, 1.0
+        best_rate = 1.0 / self.times.time_of(num_sequences)
+        times = self.head_times if self.head_times.has_measured() else self.times
+        for number, survival in enumerate(accumulate(self._rates, mul), 1):
+            num_rows = num_sequences * (1 + number)
+            if num_rows > room:
+                break
+            num_tokens += survival
+            rate = num_tokens / (times.time_of(num_rows) + _GAP_S)
+            if rate > best_rate:
+                best, best_rate = number, rate
+        return best
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Note the duration of a step of decodes."""
+        times = self.head_times if plan.num_drafts else self.times
+        times.note(len(plan.decodes), seconds)
+
     def note_chain(self, chain: Chain, num_accepted: int) -> None:
         """Note how many drafts of a chain were right."""
         drafts = chain.sequence.drafts
@@ -199,6 +250,8 @@ class Speculator:
             drafter = SuffixDrafter(config)
             self._answers = drafter.answers
             return drafter
+        if config.method == "eagle3":
+            return HeadDrafter()
         return NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 
     def _settle_guess(self, sequence: Sequence, drafts: SequenceDrafts) -> None:
@@ -239,7 +292,7 @@ class Speculator:
             proposed = self.drafter.propose(sequence, num_pending + limit)
         except Exception as error:
             raise BlamedError(sequence) from error
-        if not proposed:
+        if not proposed and not self.has_head:
             drafts.note_miss(num_tokens, self._most_paused)
         return proposed
 

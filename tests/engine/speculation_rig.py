@@ -107,9 +107,15 @@ def ngrams() -> Drafter:
 
 
 @contextmanager
-def open_llm(*, speculates: bool, **options: Any) -> Iterator[LLM]:  # Any: options of any type
-    """Open an engine in this process, by default."""
-    config = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
+def open_llm(
+    *,
+    speculates: bool,
+    head: Path | None = None,
+    **options: Any,  # Any: options of any type
+) -> Iterator[LLM]:
+    """Open an engine in this process, by default; drafts may come from a draft head."""
+    source = {"method": "ngram"} if head is None else {"model": str(head)}
+    config = {**source, "num_speculative_tokens": NUM_DRAFTS}
     # Any: options of any type
     given: dict[str, Any] = {"executor": "local", "num_threads": 1, "device": "cpu"} | options
     with LLM(
@@ -119,7 +125,8 @@ def open_llm(*, speculates: bool, **options: Any) -> Iterator[LLM]:  # Any: opti
         **given,
     ) as llm:
         if speculates:
-            speculator_of(llm).times = FreeDrafts()
+            speculator = speculator_of(llm)
+            speculator.times, speculator.head_times = FreeDrafts(), FreeDrafts()
         yield llm
 
 

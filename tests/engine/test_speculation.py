@@ -11,6 +11,8 @@ from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray import LLM
 from tests.engine.speculation_rig import (
     PARAMETERS,
+    PROMPTS,
+    TINY_LLAMA,
     OracleDrafter,
     RandomDrafter,
     answers,
@@ -20,9 +22,12 @@ from tests.engine.speculation_rig import (
     speculator_of,
     suffixes,
 )
+from tests.workers.draft_reference import random_eagle3_folder
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cluster.scheduling.drafters import Drafter
 
 NAMES = list(PARAMETERS)
@@ -47,14 +52,20 @@ def drafters(expected: list[list[int]]) -> dict[str, Drafter]:
     }
 
 
+def check_equal(found: list[list[Any]], expected: list[list[Any]]) -> None:
+    """Check the completions of each kind of parameters and prompt."""
+    names = [name for name in NAMES for _ in PROMPTS]
+    for name, one, wanted in zip(names, found, expected, strict=True):
+        assert one == wanted, name
+
+
 def checked(llm: LLM, drafter: Drafter, expected: list[list[Any]]) -> int:
     """Check the completions with a drafter, and return the number of accepted drafts."""
     speculator = speculator_of(llm)
     speculator.drafter = drafter
     speculator._answers = drafter.answers if isinstance(drafter, SuffixDrafter) else None
     before = speculator.stats()
-    for name, found, wanted in zip(NAMES, answers(llm, NAMES), expected, strict=False):
-        assert found == wanted, name
+    check_equal(answers(llm, NAMES), expected)
     after = speculator.stats()
     assert after.num_draft_tokens > before.num_draft_tokens
     return after.num_accepted_tokens - before.num_accepted_tokens
@@ -90,3 +101,17 @@ def test_completions_with_drafts_are_those_without(engine: str) -> None:
     }
     assert preempted.get(engine, 1) > 0
     assert scheduler.num_free_blocks == scheduler.num_blocks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_completions_with_a_draft_head_are_those_without(engine: str, tmp_path: Path) -> None:
+    head = random_eagle3_folder(
+        tmp_path / "head", TINY_LLAMA, layer_ids=(1, 2, 3), draft_vocab_size=500
+    )
+    with open_llm(speculates=False, **ENGINES[engine]) as plain:
+        expected = answers(plain, NAMES)
+    with open_llm(speculates=True, head=head, **ENGINES[engine]) as llm:
+        check_equal(answers(llm, NAMES), expected)
+        stats = llm._engine.stats().scheduler
+    assert stats.speculation.num_draft_tokens > 0
+    assert stats.num_free_blocks == stats.num_blocks

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.model_config import ModelConfig
     from workers.layers.sharded_logits import ShardedLogits
+    from workers.models.draft_head import Taps
 
 __all__ = ["Decoder"]
 
@@ -70,6 +71,7 @@ class Decoder(CompositeLayer):
         self._group = group
         self._fuses = device.type in ("cpu", "cuda") if fuses is None else fuses
         self._fused: FusedLayers | None = None
+        self._taps: Taps | None = None
         self._head = None
         self._score_head = None
         if config.task == "score":
@@ -85,7 +87,17 @@ class Decoder(CompositeLayer):
     def finalize(self) -> None:
         super().finalize()
         if self._fuses:
-            self._fused = FusedLayers(self._layers, self._norm, self.config, self._group)
+            taps = self._taps
+            self._fused = FusedLayers(self._layers, self._norm, self.config, self._group, taps)
+
+    def tap_layers(self, taps: Taps) -> None:
+        """Have each step keep the inputs of some layers. Call it before weights are loaded."""
+        self._taps = taps
+
+    @property
+    def embedding(self) -> VocabEmbedding:
+        """The embedding of tokens."""
+        return self._embedding
 
     @property
     def fused(self) -> FusedLayers:
@@ -160,6 +172,8 @@ class Decoder(CompositeLayer):
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
             embedding = None if embeddings is None else embeddings[index]
+            if self._taps is not None:
+                self._taps.keep(index, x)
             x = layer(x, rotation, attention, embedding)
         return self._norm(x)
 

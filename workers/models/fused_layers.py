@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from workers.layers.expert_product import Choice
     from workers.layers.norm import Norm
     from workers.layers.rope import Rotation
+    from workers.models.draft_head import Taps
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["FusedLayers", "LayerTail", "reserve_sums"]
@@ -264,13 +265,15 @@ class FusedLayers:
         last_norm: Norm,
         config: ModelConfig,
         group: ParallelGroup,
+        taps: Taps | None = None,
     ) -> None:
-        """The weights must be final."""
+        """The weights must be final. `taps` keep the inputs of layers."""
         self.layers = [_fused_layer(layer, group, is_last=layer is layers[-1]) for layer in layers]
         self._norm = FusedNorm(
             last_norm, sums_over=_summed_by_norm(layers[-1], group), overlaps=group.size == 1
         )
         self._group = group
+        self._taps = taps
         self._has_batches = _has_two_batches(layers, config, group)
         recurrent = config.recurrent.layers if config.recurrent is not None else ()
         self._num_cached = max(*config.cached_layers, *recurrent, 0) + 1
@@ -304,6 +307,8 @@ class FusedLayers:
             is_last = layer is self.layers[-1]
             step = last_attention if is_last and last_attention is not None else attention
             tail = layer.attend(residual, delta, rotation, step)
+            if self._taps is not None:
+                self._taps.keep(index, residual)
             if embeddings is not None:
                 tail = replace(tail, other=embeddings[index])
             if is_last:
@@ -377,6 +382,8 @@ class FusedLayers:
                 (last_attention or attention) if is_last else attention,
                 residual.new_empty(num_tokens, layer.attention.num_columns),
             )
+            if self._taps is not None:
+                self._taps.keep(index, residual)
             if is_last:
                 return _selected_tail(LayerTail(residual, heads), last_attention)
             # The sums of both halves are begun before the first is finished, and the sum of one

@@ -74,14 +74,19 @@ def attention_spec(
     block_size: int,
     device: torch.device,
     max_seq_len: int | None = None,
+    head: ModelConfig | None = None,
 ) -> AttentionSpec:
     """Return what the attention backend must support on this rank.
 
+    The layer of a draft head, `head`, follows the layers of the model.
     Layers that read the keys and values of an earlier layer have the entry of that layer. If all
     layers are recurrent, the blocks of the cache are those of a layer that does not exist.
     """
+    layers = [attention_params(config, i, group) for i in config.cached_layers or (0,)]
+    if head is not None:
+        layers.append(attention_params(head, 0, group))
     return AttentionSpec(
-        layers=tuple(attention_params(config, i, group) for i in config.cached_layers or (0,)),
+        layers=tuple(layers),
         dtype=getattr(torch, config.dtype),
         device=device,
         block_size=block_size,
@@ -97,8 +102,16 @@ class DecoderSelfAttention(CompositeLayer):
     """
 
     def __init__(
-        self, prefix: str, config: ModelConfig, layer_index: int, place: Placement
+        self,
+        prefix: str,
+        config: ModelConfig,
+        layer_index: int,
+        place: Placement,
+        *,
+        input_size: int | None = None,
+        cache_index: int | None = None,
     ) -> None:
+        """`input_size` and `cache_index` override the stream's size and the layer's cache."""
         group, device = place.group, place.device
         assert place.backend is not None
         params = attention_params(config, layer_index, group)
@@ -113,7 +126,7 @@ class DecoderSelfAttention(CompositeLayer):
         self._gate_kernel = sigmoid_gate_kernel(device)
         self.rotated_size = self._num_rotated * size
         self.qkv = ColumnParallelLinear(
-            config.hidden_size,
+            input_size or config.hidden_size,
             qkv_columns(prefix, config, layer_index, group),
             place,
             has_bias=config.has_qkv_bias,
@@ -133,7 +146,7 @@ class DecoderSelfAttention(CompositeLayer):
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
         self._is_source = any(heads.source == layer_index for heads in config.layer_heads)
-        index = config.cache_indices[layer_index]
+        index = config.cache_indices[layer_index] if cache_index is None else cache_index
         assert index is not None
         self.layer = Attention(
             params,

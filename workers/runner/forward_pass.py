@@ -59,6 +59,7 @@ class ForwardPass:
         self._decode_graphs = decode_graphs
         self._piece_graphs = piece_graphs
         self._sampled_attention = sampled_attention
+        self._metadata: AttentionMetadata | None = None
         both = (decode_graphs, piece_graphs)
         # Any: each kind has captures of its own.
         self._graphs: list[StepGraphs[Any]] = [one for one in both if one is not None]
@@ -72,6 +73,12 @@ class ForwardPass:
     def attention_provider_sentences(self) -> list[str]:
         """Sentences that say which provider serves which layers, and why."""
         return self._builder.provider_sentences()
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        """The metadata of the latest step, which must have tokens."""
+        assert self._metadata is not None
+        return self._metadata
 
     def trace_graphs(self) -> None:
         """Capture all graphs, and drop the captures; nothing runs.
@@ -95,7 +102,7 @@ class ForwardPass:
 
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """Return the normed hidden states of `logits_indices`, `[num_logits, hidden_size]`."""
-        metadata = self._builder.build(inputs.attention)
+        self._metadata = metadata = self._builder.build(inputs.attention)
         if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
             return self._decode_graphs.replay(inputs, metadata)
         self._state.begin_forward(metadata)

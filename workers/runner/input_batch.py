@@ -63,6 +63,10 @@ class StepInputs:
     """Sequences of `attention` that `logits_indices` selects by their last tokens, on the host.
     None unless the selected tokens are exactly the last tokens of some sequences.
     """
+    token_rows: torch.Tensor | None = None
+    """The row of each token, `[num_tokens]` int64 on the device, if a draft head reads tokens."""
+    head_slots: torch.Tensor | None = None
+    """The slot of each token in the layer of a draft head, as `token_rows`."""
 
 
 class InputBatch:
@@ -79,6 +83,8 @@ class InputBatch:
         windows: tuple[int | None, ...] = (None,),
         has_states: bool = False,
         num_spare_states: int = 0,
+        has_head: bool = False,
+        head_group: int = 0,
     ) -> None:
         """`windows` are the windows of the groups of layers, each with a block table for each row.
 
@@ -86,9 +92,12 @@ class InputBatch:
 
         Only on a CPU do all other kernels give a token the same numbers in any batch. With
         `has_states`, the parts of a sequence depend on one another, and must be a single segment,
-        and each step saves up to `num_spare_states`.
+        and each step saves up to `num_spare_states`. `has_head` is whether a draft head reads the
+        tokens of steps, and `head_group` the group of its layer.
         """
         assert not (replays_decodes and has_states)
+        self._has_head = has_head
+        self._head_group = head_group
         self._has_states = has_states
         self._num_spare_states = num_spare_states
         self._table = table
@@ -117,7 +126,7 @@ class InputBatch:
         for chunk in plan.chunks:
             if chunk.new_block_ids:
                 self._append_blocks(chunk.row, chunk.new_block_ids)
-        if plan.decodes.draft_ids:
+        if plan.decodes.draft_ids or plan.num_drafts:
             self._append_chain_blocks(plan.decodes)
         elif plan.decodes.growing_rows:
             rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
@@ -183,16 +192,25 @@ class InputBatch:
             # On a GPU, kernels are compiled for saves at the start.
             if plan.saves or self._table.token_ids.is_cuda:
                 parts += (self._save_ends(plan, rows, ends - seq_lens),)
+        attention = self._attention_batch(
+            rows,
+            int((num_tokens > 1).sum()),
+            num_tokens.astype(np.int32),
+            seq_lens,
+            token_rows,
+            positions,
+        )
+        of_head = (token_rows, self._head_slots(attention)) if self._has_head else ()
         token_ids, device_positions, others = self._table.begin_step(
             token_rows,
             positions,
-            logits_indices,
-            sampled_rows,
-            sampled_positions,
-            *parts,
+            *(logits_indices, sampled_rows, sampled_positions, *of_head, *parts),
             draft_ids=_draft_ids(plan.decodes, len(positions)),
         )
         device_indices, device_rows, device_places, *segments = others
+        device_token_rows, head_slots = None, None
+        if self._has_head:
+            device_token_rows, head_slots, *segments = segments
         selects_all = is_sampled.all() and ends[-1] == size and not chunks
         has_others = selects_all or bool(chunks) or len(rows) > size
         return StepInputs(
@@ -200,20 +218,15 @@ class InputBatch:
             positions=device_positions,
             logits_indices=None if selects_all else device_indices,
             sampled_sequences=None if has_others else is_sampled,
-            attention=self._attention_batch(
-                rows,
-                int((num_tokens > 1).sum()),
-                num_tokens.astype(np.int32),
-                seq_lens,
-                token_rows,
-                positions,
-            ),
+            attention=attention,
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             sampled_places=(device_rows, device_places),
             draft_ids=_draft_ids(plan.decodes, len(sampled_rows)),
             prompt_chunks=tuple(chunks),
             segments=_segments(segments, num_tokens),
+            token_rows=device_token_rows,
+            head_slots=head_slots,
         )
 
     def _decode_inputs(self, decodes: Decodes) -> StepInputs:
@@ -222,30 +235,77 @@ class InputBatch:
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
         parts = (rows, np.arange(len(rows) + 1)) if self._has_states else ()
+        attention = self._attention_batch(
+            rows,
+            0,
+            np.ones(len(rows), dtype=np.int32),
+            ends,
+            rows,
+            positions,
+            has_chains=bool(decodes.draft_ids),
+        )
+        of_head = (self._head_slots(attention),) if self._has_head else ()
         draft_ids = _draft_ids(decodes, len(rows))
         token_ids, device_positions, others = self._table.begin_step(
-            rows, positions, rows, ends, *parts, draft_ids=draft_ids
+            rows, positions, rows, ends, *of_head, *parts, draft_ids=draft_ids
         )
         device_rows, device_ends, *segments = others
+        head_slots = segments.pop(0) if self._has_head else None
         return StepInputs(
             token_ids=token_ids,
             positions=device_positions,
             logits_indices=None,
-            attention=self._attention_batch(
-                rows,
-                0,
-                np.ones(len(rows), dtype=np.int32),
-                ends,
-                rows,
-                positions,
-                has_chains=bool(decodes.draft_ids),
-            ),
+            attention=attention,
             sampled_rows=rows,
             sampled_positions=ends,
             sampled_places=(device_rows, device_ends),
             draft_ids=draft_ids,
             segments=_segments(segments, np.ones(1, np.int64)),
+            token_rows=device_rows if self._has_head else None,
+            head_slots=head_slots,
         )
+
+    def next_tokens(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the token that follows each token of a step, `[num_tokens]` int64.
+
+        Tokens behind the last sampled token of a row may be any tokens.
+        """
+        assert inputs.token_rows is not None
+        return self._table.tokens_at(inputs.token_rows, inputs.positions + 1)
+
+    def draft_batch(self, rows: _Ints, positions: _Ints) -> AttentionBatch:
+        """Return the decodes of drafts at these positions of rows, for a draft head.
+
+        A draft without a block is not written, and sees the tokens that have blocks.
+        """
+        num_slots = self._num_entries[rows] * self._block_size
+        seen = np.minimum(positions, num_slots - 1)
+        ones = np.ones(len(rows), dtype=np.int32)
+        batch = self._attention_batch(rows, 0, ones, seen + 1, rows, seen)
+        if (seen == positions).all():
+            return batch
+        groups = [
+            replace(group, slot_mapping=np.where(seen < positions, -1, group.slot_mapping))
+            for group in batch.groups
+        ]
+        return replace(groups[0], other_groups=tuple(groups[1:]))
+
+    @property
+    def max_num_blocks(self) -> int:
+        """The most entries of a block table, rounded up to an even number."""
+        return -(-self._block_tables.shape[2] // 2) * 2
+
+    def draft_tables(self, rows: _Ints) -> tuple[_Ints, NDArray[np.int32]]:
+        """Return the slots of rows, and their block tables for a draft head, contiguous.
+
+        The width of the tables is even.
+        """
+        entries = self._num_entries[rows]
+        width = -(-int(entries.max()) // 2) * 2
+        tables = np.zeros((len(rows), width), dtype=np.int32)
+        found = self._block_tables[self._head_group, rows, :width]
+        tables[:, : found.shape[1]] = found
+        return entries * self._block_size, tables
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
         """Append the sampled tokens, `[num_sampled]` int64, to their rows; return them on the host.
@@ -349,6 +409,9 @@ class InputBatch:
             )
         ]
         return groups[0] if len(groups) == 1 else replace(groups[0], other_groups=tuple(groups[1:]))
+
+    def _head_slots(self, attention: AttentionBatch) -> _Ints:
+        return attention.of_group(self._head_group).slot_mapping
 
     def _seen_tables(
         self, rows: _Ints, query_lens: NDArray[np.int32], seq_lens: _Ints

@@ -27,6 +27,7 @@ from workers.runner.pending_tokens import PendingTokens, Sample
 from workers.runner.step_graphs import dropped_capture
 
 if TYPE_CHECKING:
+    from workers.runner.drafting import Drafting
     from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kv_cache import KVCache
@@ -47,13 +48,16 @@ class ModelRunner:
         batch: InputBatch,
         sampler: Sampler,
         progress: ProgressWord,
+        drafting: Drafting | None = None,
     ) -> None:
+        """Without `drafting`, there is no draft head."""
         self.forward_pass = forward_pass
         self._cache = cache
         self._swaps = _make_swaps(cache)
         self._batch = batch
         self._sampler = sampler
         self._progress = progress
+        self._drafting = drafting
         self._prompts = Prompts()
 
     @torch.inference_mode()
@@ -109,7 +113,10 @@ class ModelRunner:
                 needs_masks = self._sampler.has_masked(
                     inputs.sampled_rows, inputs.sampled_positions
                 )
-                sample = partial(self._sample, inputs, self._choose(inputs, hidden))
+                choose = self._choose(inputs, hidden)
+                sample = partial(self._sample, inputs, choose, plan.num_drafts)
+            elif self._drafting is not None:
+                self._drafting.run(inputs, self.forward_pass.metadata, None, 0)
             self._cache.copy_blocks(plan.late_copies)
         return PendingTokens(
             plan.step,
@@ -133,10 +140,17 @@ class ModelRunner:
         )
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 
-    def _sample(self, inputs: StepInputs, choose: Sample, masks: StepMasks | None) -> Sampled:
+    def _sample(
+        self, inputs: StepInputs, choose: Sample, num_drafts: int, masks: StepMasks | None
+    ) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
         sampled = choose(masks)
-        return replace(sampled, token_ids=self._batch.append_sampled(inputs, sampled.token_ids))
+        token_ids = self._batch.append_sampled(inputs, sampled.token_ids)
+        if self._drafting is None:
+            return replace(sampled, token_ids=token_ids)
+        metadata = self.forward_pass.metadata
+        draft_ids = self._drafting.run(inputs, metadata, sampled.token_ids, num_drafts)
+        return replace(sampled, token_ids=token_ids, draft_ids=draft_ids)
 
 
 def _make_swaps(cache: KVCache) -> BlockSwaps:

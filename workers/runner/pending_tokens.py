@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from pagedray.batch import StepMasks, StepOutput
@@ -87,6 +88,7 @@ class PendingTokens:
             prompt_logprobs=[report.as_message() for report in self._prompt_reports],
             num_swapped=num_swapped,
             is_acknowledged=self.is_copied,
+            draft_ids=_packed(None if sampled is None else sampled.draft_ids),
         )
 
     @torch.inference_mode()
@@ -96,3 +98,7 @@ class PendingTokens:
             self._sampled = self._sample(masks)
             self._sample = None
         self._done = record_event(self._device)
+
+
+def _packed(draft_ids: torch.Tensor | None) -> bytes:
+    return b"" if draft_ids is None else draft_ids.numpy().astype(np.int32).tobytes()

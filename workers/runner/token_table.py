@@ -58,6 +58,10 @@ class TokenTable:
         """Return tokens of a row, from position `first` to before `end`, as `[end - first]`."""
         return self._tokens[row, first:end]
 
+    def tokens_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the tokens at places, `[num_places]` int64 each."""
+        return self._tokens[rows, positions]
+
     def start_rows(
         self, rows: Sequence[int], prompts: Sequence[bytes], donor_rows: Sequence[int]
     ) -> None:

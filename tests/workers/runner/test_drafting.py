@@ -1,0 +1,293 @@
+"""Drafts of a head on a rank, against plain torch and transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from cluster.engine.engine_options import EngineOptions, engine_config
+from pagedray.batch import (
+    Decodes,
+    SequencePlan,
+    SequenceStart,
+    StepOutput,
+    StepPlan,
+    pack_token_ids,
+)
+from pagedray.config import SpeculationConfig, StepLimits
+from pagedray.errors import CheckpointError
+from pagedray.sampling_params import SamplingParams
+from tests.attention.shared_backend import SharedBackend
+from tests.workers.draft_reference import (
+    Eagle3Reference,
+    drafts_of,
+    random_eagle3_folder,
+    speculators_folder,
+)
+from workers.decoder_worker import DecoderWorker
+from workers.models.families.draft_heads import read_draft_head
+from workers.models.families.registry import read_model_config
+from workers.parallel.group import SoloGroup
+from workers.runner.drafting import DeviceDrafting
+
+TARGET = Path(__file__).parents[3] / "examples" / "tiny-llama"
+BLOCK_SIZE = 4
+NUM_DRAFTS = 4
+LAYER_IDS = (1, 2, 3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+
+
+@cache
+def target() -> Any:  # Any: transformers has no types
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+
+
+def likeliest(logits: Tensor, position: int) -> int:
+    del position
+    return int(logits.argmax())
+
+
+def expected_drafts(folder: Path, token_ids: list[int], number: int = NUM_DRAFTS) -> list[int]:
+    """Return the drafts that follow these tokens."""
+    embedding = target().get_input_embeddings().weight.detach()
+    head = Eagle3Reference(folder, embedding)
+    with torch.inference_mode():
+        known = torch.tensor([token_ids[:-1]])
+        states = target()(known, output_hidden_states=True).hidden_states
+        return drafts_of(head, [one[0] for one in states], token_ids, number, likeliest)
+
+
+def continued(token_ids: list[int], number: int) -> list[int]:
+    """Return the likeliest tokens that follow these tokens."""
+    known = list(token_ids)
+    with torch.inference_mode():
+        for _ in range(number):
+            known.append(int(target()(torch.tensor([known])).logits[0, -1].argmax()))
+    return known[len(token_ids) :]
+
+
+def original_folder(folder: Path) -> Path:
+    return random_eagle3_folder(folder, TARGET, layer_ids=LAYER_IDS, draft_vocab_size=1000)
+
+
+def changed(folder: Path, **fields: Any) -> Path:  # Any: JSON
+    """Change fields of a head's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+def with_tensors(folder: Path, **shapes: tuple[int, ...]) -> Path:
+    """Add random tensors to a head."""
+    path = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    added = {
+        f"{name}.weight": 1 + torch.randn(shape, generator=generator) / 4
+        for name, shape in shapes.items()
+    }
+    save_file(load_file(path) | added, path)
+    return folder
+
+
+class Rank:
+    """A rank with a draft head, and the rows and blocks of its sequences."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:  # Any: options of any type
+        given = {"model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+        chosen: dict[str, Any] = {
+            "dtype": "float32",
+            "num_blocks": 64,
+            "max_model_len": 64,
+        } | options
+        config = engine_config(
+            TARGET,
+            EngineOptions(
+                device="cpu",
+                num_threads=1,
+                num_cpu_blocks=0,
+                block_size=BLOCK_SIZE,
+                speculative_config=given,
+                **chosen,
+            ),
+        )
+        self.worker = DecoderWorker(config, SoloGroup())
+        self.worker.load_weights(lambda done, total: None)
+        self.worker.available_cache(StepLimits(max_num_seqs=8, max_num_batched_tokens=64))
+        self.worker.allocate_cache(64, 0)
+        self.step = 0
+
+    def launch(self, chunks: list[SequencePlan], num_drafts: int, **fields: Any) -> StepOutput:
+        # Any: fields of a plan
+        plan = StepPlan(self.step, chunks, num_drafts=num_drafts, **fields)
+        self.step += 1
+        return self.worker.launch(plan).output()
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def start(row: int, tokens: list[int], blocks: list[int]) -> SequenceStart:
+    return SequenceStart(row, pack_token_ids(tokens), len(tokens), blocks, GREEDY, 0, 0)
+
+
+def drafts(output: StepOutput) -> list[list[int]]:
+    """Return the drafts of each sequence of an output."""
+    found: list[list[int]] = (
+        np.frombuffer(output.draft_ids, np.int32).reshape(-1, NUM_DRAFTS).tolist()
+    )
+    return found
+
+
+def norms(folder: Path) -> Path:
+    """Write a head of the speculators format with norms in all places."""
+    written = speculators_folder(original_folder(folder / "original"), folder, TARGET)
+    changed(written, norm_before_residual=True, norm_before_fc=True, norm_output=True)
+    return with_tensors(written, input_norm=(3 * 256,))
+
+
+def own_embedding(folder: Path) -> Path:
+    """Write a head with an embedding of its own, and without a map of tokens."""
+    written = random_eagle3_folder(folder, TARGET, layer_ids=(0, 3), draft_vocab_size=3072)
+    return with_tensors(written, embed_tokens=(3072, 256))
+
+
+def on_device(rank: Rank) -> None:
+    """Have a rank draft as on a GPU."""
+    worker, runner = rank.worker, rank.worker._runner
+    assert worker._head is not None
+    assert worker._taps is not None
+    assert runner is not None
+    runner._drafting = DeviceDrafting(
+        worker._head,
+        worker._taps,
+        runner._cache.device_pool,
+        batch=runner._batch,
+        choice=runner._sampler.choice,
+        builder=SharedBackend.make_metadata_builder(worker._spec),
+        max_num_rows=8,
+        max_num_drafts=NUM_DRAFTS,
+    )
+
+
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("make", [original_folder, norms, own_embedding])
+def test_drafts_follow_prompts_and_chains(
+    make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "head")
+    rank = Rank(folder)
+    if is_on_device:
+        on_device(rank)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 2000, size).tolist() for size in (11, 5)]
+    starts = [start(0, prompts[0], [5, 9, 2]), start(1, prompts[1], [7, 3])]
+    output = rank.launch([SequencePlan(0, 0, 6, False)], NUM_DRAFTS, starts=starts)
+    assert output.draft_ids == b""
+    # Block 8 and 11 hold drafts alone.
+    chunks = [SequencePlan(0, 6, 5, True), SequencePlan(1, 0, 5, True)]
+    output = rank.launch(chunks, NUM_DRAFTS, decodes=Decodes.pack((), (), (0, 1), (8, 11)))
+    known = [[*prompt, token] for prompt, token in zip(prompts, output.token_ids, strict=True)]
+    assert drafts(output) == [expected_drafts(folder, tokens) for tokens in known]
+
+    # The first sequence has two right drafts and a wrong one, the second has no draft.
+    right = continued(known[0], 3)
+    chain = [right[0], right[1], (right[2] + 1) % 3000]
+    output = rank.launch(
+        [],
+        NUM_DRAFTS,
+        decodes=Decodes.pack(
+            [1, 0, 0, 0, 0], [5, 11, 12, 13, 14], [0, 0, 1], [12, 13, 14], draft_ids=chain
+        ),
+    )
+    assert output.token_ids[1:4] == right[:3]
+    known[1].append(output.token_ids[0])
+    known[0] += right[:3]
+    assert drafts(output) == [expected_drafts(folder, known[1]), expected_drafts(folder, known[0])]
+
+    # A plain step feeds the head, too.
+    output = rank.launch([], 0, decodes=Decodes.pack([0, 1], [14, 6]))
+    assert output.draft_ids == b""
+    for tokens, token in zip(known, output.token_ids, strict=True):
+        tokens.append(token)
+    output = rank.launch([], NUM_DRAFTS, decodes=Decodes.pack([0, 1], [15, 7]))
+    for tokens, token in zip(known, output.token_ids, strict=True):
+        tokens.append(token)
+    assert drafts(output) == [expected_drafts(folder, tokens) for tokens in known]
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 5000}, "a vocabulary of 5000, but tiny-llama has 3072"),
+        (
+            {"hidden_size": 512, "num_attention_heads": 16},
+            "a hidden size of 512, but tiny-llama has 256",
+        ),
+        ({"target_hidden_size": 128}, "a target_hidden_size of 128, but tiny-llama has 256"),
+        ({"num_key_value_heads": 8}, "a number of KV heads of 8, but tiny-llama has 4"),
+        ({"head_dim": 32}, "a head size of 32, but tiny-llama has 64"),
+        ({"draft_vocab_size": 4000}, "draft_vocab_size must be at most 3072, not 4000"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, not 2"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}},
+            "reads the input of layer 4, but tiny-llama has 4 layers",
+        ),
+        ({"parallel_drafting": True}, "parallel_drafting is not supported"),
+        ({"speculators_model_type": "dflash"}, "dflash is not a draft head that is supported"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not a draft head"),
+    ],
+)
+def test_head_of_another_model_is_rejected(
+    fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    folder = changed(original_folder(tmp_path / "head"), **fields)
+    config = read_model_config(TARGET)
+    with pytest.raises(CheckpointError, match=message):
+        read_draft_head(folder, config)
+
+
+def test_map_beyond_the_vocabulary_is_rejected(tmp_path: Path) -> None:
+    folder = original_folder(tmp_path / "head")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["d2t"][-1] = 3000
+    save_file(tensors, path)
+    with pytest.raises(
+        CheckpointError, match=r"d2t maps to tokens .* to 3999, but the vocabulary has 3072"
+    ):
+        Rank(folder)
+
+
+def test_number_of_drafts_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    original = original_folder(tmp_path / "original")
+    folder = speculators_folder(original, tmp_path / "head", TARGET)
+    options = EngineOptions(device="cpu", speculative_config={"model": str(folder)})
+    config = engine_config(TARGET, options)
+    assert config.speculation == SpeculationConfig(method="eagle3", num_speculative_tokens=3)
+    assert config.draft_head is not None
+    assert config.draft_head.tapped_layers == LAYER_IDS
+
+
+def test_drafts_of_states_that_are_not_finite_are_tokens(tmp_path: Path) -> None:
+    rank = Rank(original_folder(tmp_path / "head"))
+    taps = rank.worker._taps
+    assert taps is not None
+    keep = taps.keep
+    taps.keep = lambda layer, stream: keep(layer, stream * torch.nan)  # type: ignore[method-assign]  # spoils them
+    output = rank.launch(
+        [SequencePlan(0, 0, 3, True)], NUM_DRAFTS, starts=[start(0, [5, 6, 7], [1, 2])]
+    )
+    (found,) = drafts(output)
+    assert all(0 <= token_id < 3072 for token_id in found)
+    rank.close()

@@ -1,0 +1,256 @@
+"""The draft head of EAGLE-3: one decoder layer that reads hidden states of the target.
+
+Input i is the token at position i + 1 and the state at position i: first a projection of the
+residual stream at several layers of the target, then the output of the layer itself. The output
+predicts the token at position i + 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pagedray.errors import CheckpointError
+from workers.layers.embedding import ParallelHead, VocabEmbedding
+from workers.layers.linear import RowParallelLinear
+from workers.layers.mlp import GatedMLP, MLPParams
+from workers.layers.norm import RMSNorm
+from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
+from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
+from workers.models.fused_norm import FusedNorm
+from workers.models.self_attention import DecoderSelfAttention, StepAttention
+from workers.parallel.group import SoloGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attention.layer import Attention
+    from pagedray.model_config import DraftHeadConfig
+    from workers.layers.sharded_logits import ShardedLogits
+
+__all__ = ["DraftHead", "HeadOutputs", "HeadRows", "Taps"]
+
+
+class Taps:
+    """The residual stream at the inputs of some layers of the target, of one step."""
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        *,
+        max_num_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._places = {
+            layer: [place for place, other in enumerate(layers) if other == layer]
+            for layer in layers
+        }
+        size = len(layers), hidden_size
+        self._states = torch.zeros(max_num_tokens, *size, dtype=dtype, device=device)
+
+    def keep(self, layer: int, stream: torch.Tensor) -> None:
+        """Keep the input of a layer, `[num_tokens, hidden_size]`, if the layer is tapped."""
+        for place in self._places.get(layer, ()):
+            self._states[: len(stream), place].copy_(stream)
+
+    def of_step(self, num_tokens: int) -> torch.Tensor:
+        """Return the kept inputs, `[num_tokens, num_layers * hidden_size]`."""
+        return self._states[:num_tokens].flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """Inputs of the layer of a head."""
+
+    normed: torch.Tensor
+    """The embedding of the next token and the state, both normed, `[num_rows, 2 * hidden_size]`."""
+    residual: torch.Tensor
+    """`[num_rows, hidden_size]`, to which the layer adds."""
+
+    def select(self, indices: torch.Tensor) -> HeadRows:
+        """Return some rows; `indices` is `[num_selected]` int64 on their device."""
+        return HeadRows(
+            self.normed.index_select(0, indices), self.residual.index_select(0, indices)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadOutputs:
+    """Outputs of the layer of a head."""
+
+    normed: torch.Tensor
+    """Behind the last norm, `[num_rows, hidden_size]`; the logits are products with it."""
+    states: torch.Tensor
+    """The states of the next drafts, of the same shape."""
+
+
+class _FusedNorms(NamedTuple):
+    """The norms of a head, by the kernels of their weights."""
+
+    token: FusedNorm
+    state: FusedNorm
+    mlp: FusedNorm
+    last: FusedNorm
+
+
+class _TokenMap(Layer):
+    """The token of the target for each token of a head, as a checkpoint stores it."""
+
+    def __init__(self, config: DraftHeadConfig, place: Placement) -> None:
+        self._config = config
+        size = config.draft_vocab_size
+        self.token_ids = torch.arange(size, device=place.device)
+        """`[draft_vocab_size]` int64."""
+        self._offsets = torch.zeros(size, dtype=torch.int64, device=place.device)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        if self._config.has_token_map:
+            size = len(self._offsets)
+            yield WeightShard(
+                name="d2t", shape=(size,), part=(slice(None),), target=self._offsets, dummy=0.0
+            )
+
+    def finalize(self) -> None:
+        token_ids = self.token_ids + self._offsets
+        vocab_size = self._config.layer.vocab_size
+        least, most = int(token_ids.min()), int(token_ids.max())
+        if least < 0 or most >= vocab_size:
+            raise CheckpointError(
+                f"{self._config.layer.folder}: tensor d2t maps to tokens {least} to {most}, but "
+                f"the vocabulary has {vocab_size} tokens."
+            )
+        self.token_ids.copy_(token_ids)
+
+
+class DraftHead(CompositeLayer):
+    """One rank's part of a head. Call `load_weights` before the first forward."""
+
+    def __init__(
+        self,
+        config: DraftHeadConfig,
+        place: Placement,
+        *,
+        embedding: VocabEmbedding,
+        cache_index: int,
+    ) -> None:
+        """`embedding` is that of the target; `cache_index` counts layers of the KV cache."""
+        layer = config.layer
+        size, eps, prefix = layer.hidden_size, layer.norm_eps, layer.names.decoder_layer.format(0)
+        num_taps = len(config.tapped_layers)
+        self.config = config
+        self._group = place.group
+        self._all_taps_norm: RMSNorm | None = None
+        self._fused_norms: _FusedNorms
+
+        def norm(name: str, norm_size: int = size) -> RMSNorm:
+            return RMSNorm(name, norm_size, eps, place)
+
+        self._tap_norms = [norm(f"fc_norm.{i}") for i in range(num_taps) if config.norms_each_tap]
+        if config.norms_all_taps:
+            self._all_taps_norm = norm("input_norm", num_taps * size)
+        self._projection = RowParallelLinear("fc", num_taps * size, size, place, has_bias=False)
+        self._own_embedding: VocabEmbedding | None = None
+        if config.has_embedding:
+            name, alone = layer.names.embedding, replace(place, group=SoloGroup())
+            self._own_embedding = VocabEmbedding(name, layer.vocab_size, size, alone)
+        self._embedding = self._own_embedding or embedding
+        self._token_norm = norm(f"{prefix}.input_layernorm")
+        self._state_norm = norm(f"{prefix}.hidden_norm")
+        self._attention = DecoderSelfAttention(
+            f"{prefix}", layer, 0, place, input_size=2 * size, cache_index=cache_index
+        )
+        self._mlp_norm = norm(f"{prefix}.{layer.names.mlp_norm}")
+        self._mlp = GatedMLP(
+            tuple(f"{prefix}.{name}" for name in layer.names.mlp_input),
+            f"{prefix}.{layer.names.mlp_output}",
+            MLPParams(
+                hidden_size=size,
+                intermediate_size=layer.intermediate_size,
+                activation=layer.activation,
+                has_bias=layer.has_mlp_bias,
+            ),
+            place,
+        )
+        self._norm = norm(layer.names.final_norm)
+        self._logits = ParallelHead("lm_head", config.draft_vocab_size, size, place, tied_to=None)
+        self._token_map = _TokenMap(config, place)
+        rope = layer.rope_of(0)
+        self._rotary = None
+        if rope is not None:
+            self._rotary = RotaryEmbedding(
+                rope,
+                head_size=layer.head_size,
+                num_query_heads=self.attention.params.num_heads,
+                max_positions=layer.max_positions,
+                dtype=place.dtype,
+                device=place.device,
+            )
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of the layer."""
+        return self._attention.layer
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """The tokens of the target that the logits are of, `[draft_vocab_size]` int64."""
+        return self._token_map.token_ids
+
+    def first_states(self, taps: torch.Tensor) -> torch.Tensor:
+        """Return the states, `[num_tokens, hidden_size]`, of `Taps.of_step`."""
+        if self._tap_norms:
+            parts = taps.chunk(len(self._tap_norms), dim=1)
+            pairs = zip(self._tap_norms, parts, strict=True)
+            taps = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=1)
+        if self._all_taps_norm is not None:
+            taps = self._all_taps_norm(taps)
+        return self._projection(taps[:, part_of(taps.shape[1], self._group)].contiguous())
+
+    def rows(self, token_ids: torch.Tensor, states: torch.Tensor) -> HeadRows:
+        """Return the inputs of the layer, given the next tokens, `[num_tokens]` int64."""
+        normed = self._fused_norms.state(states)
+        embedded = self._fused_norms.token(self._embedding(token_ids))
+        residual = normed if self.config.norms_residual else states
+        return HeadRows(torch.cat((embedded, normed), dim=1), residual)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotation to these positions, `[num_tokens]` int64."""
+        return NoRotation() if self._rotary is None else self._rotary.rotation_at(positions)
+
+    def attend(self, rows: HeadRows, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
+        """Return the attention of this rank's heads, `[num_rows, num_heads * head_size]`."""
+        return self._attention.attend(self._attention.qkv(rows.normed), rotation, attention)
+
+    def outputs(self, rows: HeadRows, attended: torch.Tensor) -> HeadOutputs:
+        """Return the outputs of the layer, behind its attention; `rows` change in place."""
+        stream, norms = rows.residual, self._fused_norms
+        inner = norms.mlp(stream, self._attention.output.kernel(attended))
+        normed = norms.last(stream, self._mlp.partial(inner))
+        return HeadOutputs(normed, normed if self.config.norms_output else stream)
+
+    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
+        """Return the logits of `token_ids`."""
+        return self._logits(outputs.normed)
+
+    def finalize(self) -> None:
+        super().finalize()
+        self._fused_norms = _FusedNorms(
+            FusedNorm(self._token_norm),
+            FusedNorm(self._state_norm),
+            FusedNorm(self._mlp_norm, sums_over=self._group),
+            FusedNorm(self._norm, sums_over=self._group),
+        )
+
+    def sublayers(self) -> Iterator[Layer]:
+        yield from self._tap_norms
+        if self._all_taps_norm is not None:
+            yield self._all_taps_norm
+        yield self._projection
+        if self._own_embedding is not None:
+            yield self._own_embedding
+        yield from (self._token_norm, self._state_norm, self._attention, self._mlp_norm)
+        yield from (self._mlp, self._norm, self._logits, self._token_map)

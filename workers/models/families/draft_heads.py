@@ -1,0 +1,184 @@
+"""Draft heads: the configuration of a checkpoint in the format of EAGLE-3 or of speculators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError, StartupError
+from pagedray.files import has_file, has_folder
+from pagedray.model_config import DraftHeadConfig, ModelConfig, TensorNames, TextTensors
+from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.family import MAX_LAYERS, MAX_VOCAB
+from workers.models.families.llama import LLAMA
+from workers.models.families.qwen import QWEN3
+from workers.weights.tensor_entries import read_entries
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from workers.models.config_json.family import Family
+
+__all__ = ["draft_head_method", "read_draft_head"]
+
+_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+_LAYERS = {"llama": LLAMA, "qwen3": QWEN3}
+_MAX_DRAFTS = 64
+_NAMES = TensorNames(
+    embedding="embed_tokens",
+    decoder_layer="layers.{}",
+    final_norm="norm",
+    mlp_norm="post_attention_layernorm",
+)
+_TENSORS = TextTensors(
+    prefixes=(("midlayer.", "layers.0."),), skipped=("t2d", "verifier_lm_head.", "verifier_norm.")
+)
+_FORMATS = "EAGLE-3 checkpoints in the original format and in that of speculators"
+
+
+def draft_head_method(folder: Path) -> str | None:
+    """Return the method of speculation that a checkpoint is for, or None for a language model.
+
+    Raises CheckpointError.
+    """
+    file = _config_file(folder)
+    given = file.value("speculators_model_type")
+    if isinstance(given, str):
+        return given
+    is_head = any("eagle3" in name.lower() for name in file.words("architectures"))
+    return "eagle3" if is_head else None
+
+
+def read_draft_head(
+    folder: Path, target: ModelConfig, *, reads_tensors: bool = True
+) -> DraftHeadConfig:
+    """Return the configuration of the draft head in a folder, for a target.
+
+    Without `reads_tensors`, the checkpoint is assumed to have neither an embedding nor more than
+    the necessary tensors. Raises CheckpointError if the head does not fit the target.
+    """
+    file = _config_file(folder)
+    method = draft_head_method(folder)
+    if method != "eagle3":
+        found = ", ".join(file.words("architectures")) if method is None else method
+        raise CheckpointError(
+            f"{file.path}: {found or 'the model'} is not a draft head that is supported; use "
+            f"{_FORMATS}."
+        )
+    section, family = _layer_section(file)
+    for key in ("parallel_drafting", "quantization_config"):
+        if file.value(key):
+            raise file.rejection(key, f"is not supported; use {_FORMATS}, without it")
+    layer = _read_layer(section, family, target)
+    options = file.section("eagle_config")
+    source = file if "eagle_aux_hidden_state_layer_ids" in file else options
+    tapped = source.indices("eagle_aux_hidden_state_layer_ids", most=MAX_LAYERS)
+    number = target.num_layers
+    tapped = tapped or (2, number // 2, number - 3)
+    draft_vocab_size = file.integer("draft_vocab_size", layer.vocab_size, most=MAX_VOCAB)
+    _check_target(file, layer, tapped, target, draft_vocab_size=draft_vocab_size)
+    tensors = set(read_entries(folder)) if reads_tensors else set()
+    return DraftHeadConfig(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        tapped_layers=tapped,
+        norms_all_taps=_flag(file, options, "norm_before_fc"),
+        norms_each_tap=_flag(file, options, "fc_norm"),
+        norms_residual=_flag(file, options, "norm_before_residual"),
+        norms_output=_flag(file, options, "norm_output"),
+        has_embedding="embed_tokens.weight" in tensors,
+        has_token_map="d2t" in tensors or draft_vocab_size < layer.vocab_size,
+        num_drafts=_num_drafts(file),
+    )
+
+
+def _config_file(folder: Path) -> ConfigFile:
+    path = folder / "config.json"
+    if not has_folder(folder):
+        raise CheckpointError(
+            f"{folder} is not a folder; a draft head is a folder with config.json and weights."
+        )
+    if not has_file(path):
+        raise CheckpointError(f"No config.json found in {folder}.")
+    return ConfigFile.read(path)
+
+
+def _layer_section(file: ConfigFile) -> tuple[ConfigFile, Family]:
+    """Return the fields of the layer, and its family."""
+    key = "transformer_layer_config"
+    section = file.section(key) if key in file else file
+    kind = section.choice("model_type", _LAYERS, "llama")
+    return section, _LAYERS[kind]
+
+
+def _read_layer(section: ConfigFile, family: Family, target: ModelConfig) -> ModelConfig:
+    """Return the layer of a head. The longest context that it was trained with is no limit."""
+    layer = family.read(section)
+    if layer.num_layers != 1:
+        raise section.rejection("num_hidden_layers", f"must be 1, not {layer.num_layers}")
+    if any(layer.sliding_windows) or "sliding_attention" in section.words("layer_types"):
+        raise section.rejection("layer_types", "must be full_attention for a draft head")
+    return replace(
+        layer,
+        names=_NAMES,
+        text_tensors=_TENSORS,
+        task="generate",
+        max_positions=target.max_positions,
+        has_tied_embeddings=False,
+        long_context=None,
+        dtype=target.dtype,
+    )
+
+
+def _check_target(
+    file: ConfigFile,
+    layer: ModelConfig,
+    tapped: tuple[int, ...],
+    target: ModelConfig,
+    *,
+    draft_vocab_size: int,
+) -> None:
+    """Raise CheckpointError unless a head fits its target."""
+    states = file.value("target_hidden_size") or layer.hidden_size
+    heads = {
+        (one.num_kv_heads, one.head_size) for one in map(target.heads_of, target.cached_layers)
+    }
+    if len(heads) != 1:
+        raise StartupError(
+            f"{target.name} has layers of several shapes, which a draft head cannot share blocks "
+            "with; use the method ngram."
+        )
+    ((num_kv_heads, head_size),) = heads
+    for name, found, wanted in (
+        ("a vocabulary of", layer.vocab_size, target.vocab_size),
+        ("a hidden size of", layer.hidden_size, target.hidden_size),
+        ("a target_hidden_size of", states, target.hidden_size),
+        ("a number of KV heads of", layer.num_kv_heads, num_kv_heads),
+        ("a head size of", layer.head_size, head_size),
+    ):
+        if found != wanted:
+            raise CheckpointError(
+                f"{file.path}: the draft head has {name} {found}, but {target.name} has {wanted}; "
+                "use a head that was trained for the model."
+            )
+    if max(tapped) >= target.num_layers or min(tapped) < 0:
+        raise CheckpointError(
+            f"{file.path}: the draft head reads the input of layer {max(tapped)}, but "
+            f"{target.name} has {target.num_layers} layers; use a head that was trained for the "
+            "model."
+        )
+    if draft_vocab_size > layer.vocab_size:
+        raise file.rejection(
+            "draft_vocab_size", f"must be at most {layer.vocab_size}, not {draft_vocab_size}"
+        )
+
+
+def _flag(file: ConfigFile, options: ConfigFile, key: str) -> bool:
+    return options.flag(key, False) if key in options else file.flag(key, False)
+
+
+def _num_drafts(file: ConfigFile) -> int | None:
+    methods = file.section("speculators_config").value("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    number = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return number if isinstance(number, int) and 1 <= number <= _MAX_DRAFTS else None

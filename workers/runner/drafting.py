@@ -1,0 +1,288 @@
+"""Drafts of a draft head, behind the sampled tokens of a step.
+
+The head reads all tokens of each step, so that the cache has the keys and values of its layer for
+all tokens, as for the layers of the target. Drafts then follow the last token of each sequence, one
+pass of the head after the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from attention.gpu.batch import PinnedRing, copy_from_host
+from attention.gpu.decode_schedule import DecodeMemory
+from attention.gpu.draft_decodes import DraftDecodes
+from workers.models.self_attention import CachedAttention, HeadInputs, StepAttention
+from workers.sampling.edits import Chains
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
+    from attention.gpu.metadata import GpuMetadataBuilder
+    from attention.layer import Attention
+    from workers.models.draft_head import DraftHead, HeadOutputs, HeadRows, Taps
+    from workers.runner.input_batch import InputBatch, StepInputs
+    from workers.sampling.choice import Choice, IntArray
+
+__all__ = ["DeviceDrafting", "Drafting", "HostDrafting"]
+
+_Writer: TypeAlias = "Callable[[int, torch.Tensor, torch.Tensor], None]"
+_NUM_OUTPUTS = 4
+"""More than the number of steps with drafts that a rank has not sent yet."""
+
+
+class Drafting(ABC):
+    """Runs a draft head on the tokens of steps."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        taps: Taps,
+        kv_cache: torch.Tensor,
+        *,
+        batch: InputBatch,
+        choice: Choice,
+    ) -> None:
+        self._head = head
+        self._taps = taps
+        self._kv_cache = kv_cache
+        self._batch = batch
+        self._choice = choice
+        self._last_position = head.config.layer.max_positions - 1
+
+    def run(
+        self,
+        inputs: StepInputs,
+        metadata: AttentionMetadata,
+        token_ids: torch.Tensor | None,
+        num_drafts: int,
+    ) -> torch.Tensor | None:
+        """Read the tokens of a step, and return drafts `[num_sequences, num_drafts]` on the host.
+
+        `metadata` is that of the step. `token_ids`, `[num_sampled]`, are the sampled tokens, which
+        the rows have. None without drafts, or without sampled tokens. On a GPU, the drafts are
+        written when the device has run this, as those of `TokenTable.append`.
+        """
+        head = self._head
+        states = head.first_states(self._taps.of_step(len(inputs.token_ids)))
+        rows = head.rows(self._batch.next_tokens(inputs), states)
+        rotation = head.rotation(inputs.positions)
+        head.attend(rows, rotation, _Write(self._writer(inputs, metadata)))
+        if token_ids is None or not num_drafts:
+            return None
+        return self._draft(inputs, rows, token_ids, num_drafts)
+
+    @abstractmethod
+    def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
+        """Return a function that writes the keys and values of all tokens of a step."""
+
+    @abstractmethod
+    def _draft(
+        self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
+    ) -> torch.Tensor:
+        """Return the drafts of each sequence; `rows` are those of all tokens."""
+
+    def _chosen(self, outputs: HeadOutputs) -> torch.Tensor:
+        """Return the likeliest token of each output, `[num_rows]` int64; any if one is NaN."""
+        logits = self._head.logits(outputs)
+        maxima = self._choice.local_maxima(logits.part, logits.first_id)
+        places = self._choice.tokens_of(logits.gather(maxima)).clamp_(min=0)
+        return self._head.token_ids.index_select(0, places)
+
+
+class HostDrafting(Drafting):
+    """Plans each pass on the host, which waits for the sampled tokens."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        taps: Taps,
+        kv_cache: torch.Tensor,
+        *,
+        batch: InputBatch,
+        choice: Choice,
+        builder: AttentionMetadataBuilder,
+    ) -> None:
+        """`builder` plans the passes of drafts, and nothing else."""
+        super().__init__(head, taps, kv_cache, batch=batch, choice=choice)
+        self._builder = builder
+
+    def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
+        del inputs
+        return partial(metadata.write, kv_cache=self._kv_cache)
+
+    def _draft(
+        self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
+    ) -> torch.Tensor:
+        head, found = self._head, list[torch.Tensor]()
+        sampled = _last_sampled(inputs, token_ids)
+        row_ids, positions = inputs.sampled_rows[sampled], inputs.sampled_positions[sampled] - 1
+        places = torch.from_numpy(sampled)
+        if inputs.logits_indices is not None:
+            places = inputs.logits_indices[places]
+        rows = rows.select(places)
+        for number in range(num_drafts):
+            of_pass = np.minimum(positions + number, self._last_position)
+            metadata = self._builder.build(self._batch.draft_batch(row_ids, of_pass))
+            attention = CachedAttention(self._kv_cache, metadata)
+            rotation = head.rotation(torch.from_numpy(of_pass))
+            outputs = head.outputs(rows, head.attend(rows, rotation, attention))
+            found.append(self._chosen(outputs))
+            if number < num_drafts - 1:
+                rows = head.rows(found[-1], outputs.states)
+        return torch.stack(found, dim=1)
+
+
+class DeviceDrafting(Drafting):
+    """Launches all passes before the sampled tokens are known, for a GPU."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        taps: Taps,
+        kv_cache: torch.Tensor,
+        *,
+        batch: InputBatch,
+        choice: Choice,
+        builder: GpuMetadataBuilder,
+        max_num_rows: int,
+        max_num_drafts: int,
+    ) -> None:
+        super().__init__(head, taps, kv_cache, batch=batch, choice=choice)
+        self._builder = builder
+        device = kv_cache.device
+        self._positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
+        self._num_slots = torch.zeros_like(self._positions)
+        shape = max_num_rows, batch.max_num_blocks
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._memory = DecodeMemory(device)
+        self._decodes: dict[int, DraftDecodes] = {}
+        """The attention of a number of rows."""
+        self._uploads = PinnedRing(device, num_buffers=_NUM_OUTPUTS)
+        self._outputs = [
+            torch.empty(max_num_rows * max_num_drafts, dtype=torch.int64, pin_memory=is_pinned)
+            for is_pinned in [device.type == "cuda"] * _NUM_OUTPUTS
+        ]
+        self._turn = 0
+
+    def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
+        del metadata
+        assert inputs.head_slots is not None
+        return partial(
+            self._builder.write_layer, kv_cache=self._kv_cache, slot_mapping=inputs.head_slots
+        )
+
+    def _draft(
+        self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
+    ) -> torch.Tensor:
+        indices = self._begin(inputs, token_ids)
+        num_rows = len(indices)
+        torch.sub(
+            inputs.sampled_places[1].index_select(0, indices), 1, out=self._positions[:num_rows]
+        )
+        decodes = self._decodes_of(num_rows)
+        decodes.place(0)
+        if inputs.logits_indices is not None:
+            indices = inputs.logits_indices.index_select(0, indices)
+        found = self._passes(rows.select(indices), decodes, num_drafts)
+        output = self._outputs[self._turn][: num_rows * num_drafts]
+        self._turn = (self._turn + 1) % len(self._outputs)
+        copy_from_host(output, found.view(-1))
+        return output.view(num_rows, num_drafts)
+
+    def _begin(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
+        """Upload the blocks of sequences; return the sampled index of the last token of each."""
+        draft_ids = inputs.draft_ids
+        if draft_ids is None:
+            firsts = np.arange(len(token_ids))
+            ends, draft_ids = firsts + 1, np.full(len(token_ids), -1)
+        else:
+            chains = Chains(draft_ids)
+            firsts, ends = chains.firsts, chains.firsts + chains.lengths
+        num_slots, tables = self._batch.draft_tables(inputs.sampled_rows[firsts])
+        num_rows, width = tables.shape
+        parts = draft_ids, firsts, ends, num_slots, tables.reshape(-1).view(np.int64)
+        sizes = [len(part) for part in parts]
+        uploaded = self._positions.new_empty(sum(sizes))
+        with self._uploads.next_buffer(len(uploaded)) as words:
+            np.concatenate(parts, out=words.numpy())
+            copy_from_host(uploaded, words)
+        drafts, first, end, slots, blocks = uploaded.split(sizes)
+        self._num_slots[:num_rows].copy_(slots)
+        self._tables[:num_rows, :width].copy_(blocks.view(torch.int32).view(num_rows, width))
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.draft_rows import find_last_tokens
+
+        return find_last_tokens(token_ids, drafts, first, end)
+
+    def _passes(self, rows: HeadRows, decodes: DraftDecodes, num_drafts: int) -> torch.Tensor:
+        """Return the drafts, `[num_rows, num_drafts]`; the first token of each is placed."""
+        head, found = self._head, list[torch.Tensor]()
+        attention = _DeviceAttention(decodes)
+        for number in range(num_drafts):
+            rotation = head.rotation(decodes.places)
+            outputs = head.outputs(rows, head.attend(rows, rotation, attention))
+            found.append(self._chosen(outputs))
+            if number < num_drafts - 1:
+                decodes.place(number + 1)
+                rows = head.rows(found[-1], outputs.states)
+        return torch.stack(found, dim=1)
+
+    def _decodes_of(self, num_rows: int) -> DraftDecodes:
+        decodes = self._decodes.get(num_rows)
+        if decodes is None:
+            decodes = self._decodes[num_rows] = DraftDecodes(
+                self._builder,
+                self._head.attention.layer_index,
+                self._kv_cache,
+                positions=self._positions[:num_rows],
+                num_slots=self._num_slots[:num_rows],
+                tables=self._tables[:num_rows],
+                last_position=self._last_position,
+                memory=self._memory,
+            )
+        return decodes
+
+
+class _DeviceAttention(StepAttention):
+    """Attends for drafts with lengths on the device."""
+
+    def __init__(self, decodes: DraftDecodes) -> None:
+        super().__init__()
+        self._decodes = decodes
+
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        return self._decodes.attend(self.split(layer, inputs)).flatten(1)
+
+
+class _Write(StepAttention):
+    """Writes keys and values to the cache, and attends to nothing."""
+
+    def __init__(self, write: _Writer) -> None:
+        super().__init__()
+        self._write = write
+
+    def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
+        query, key = inputs.split(layer)
+        assert key is not None
+        assert inputs.value is not None
+        self._write(layer.layer_index, key, inputs.value)
+        return query.flatten(1)
+
+
+def _last_sampled(inputs: StepInputs, token_ids: torch.Tensor) -> IntArray:
+    """Return the index of the last sampled token of each sequence: behind its last right draft."""
+    if inputs.draft_ids is None:
+        return np.arange(len(token_ids))
+    chains = Chains(inputs.draft_ids)
+    is_accepted = chains.accepted(token_ids).numpy() >= 0
+    # The first token of a chain is sampled whatever it is.
+    is_accepted[chains.firsts] = True
+    lengths = np.add.reduceat(is_accepted, chains.firsts, dtype=np.int64)
+    return chains.firsts + lengths - 1
