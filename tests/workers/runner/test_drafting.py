@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from attention.gpu.metadata import GpuMetadataBuilder
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import (
     Decodes,
@@ -167,13 +168,15 @@ def on_device(rank: Rank) -> None:
     assert worker._head is not None
     assert worker._taps is not None
     assert runner is not None
+    builder = SharedBackend.make_metadata_builder(worker._spec)
+    assert isinstance(builder, GpuMetadataBuilder)
     runner._drafting = DeviceDrafting(
         worker._head,
         worker._taps,
         runner._cache.device_pool,
         batch=runner._batch,
         choice=runner._sampler.choice,
-        builder=SharedBackend.make_metadata_builder(worker._spec),
+        builder=builder,
         max_num_rows=8,
         max_num_drafts=NUM_DRAFTS,
     )
