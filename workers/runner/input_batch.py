@@ -136,7 +136,7 @@ class InputBatch:
             self._num_entries[rows] = ends + 1
 
     def _append_chain_blocks(self, decodes: Decodes) -> None:
-        """Append the blocks of decodes with chains, of which a row may have several."""
+        """Append the blocks of rows, of which a row may have several."""
         growing_rows = np.frombuffer(decodes.growing_rows, np.int32).tolist()
         blocks = np.frombuffer(decodes.new_block_ids, np.int32)
         entries = blocks.reshape(-1, len(self._windows)).tolist()
