@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cluster.scheduling.drafters import HeadDrafter
 from pagedray import LLM
 from tests.engine.speculation_rig import (
     PARAMETERS,
+    TINY_LLAMA,
     OracleDrafter,
     answers,
     open_llm,
@@ -18,9 +21,16 @@ from tests.engine.speculation_rig import (
     speculator_of,
 )
 from tests.fakes import wait_for
+from tests.workers.draft_reference import random_eagle3_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as AnySequence
+    from pathlib import Path
+
+    from cluster.scheduling.sequence import Sequence
 
 NAMES = list(PARAMETERS)
-TWO_RANKS = {"executor": "ray", "tensor_parallel_size": 2}
+TWO_RANKS: dict[str, Any] = {"executor": "ray", "tensor_parallel_size": 2}
 
 
 def kill_a_rank(llm: LLM, *, after_steps: int) -> None:
@@ -48,3 +58,46 @@ def test_completions_of_two_ranks_with_drafts_are_those_without(ray_cluster: Non
             assert llm._engine.stats().replacements["death"] == number + 1
     assert speculator.stats().num_accepted_tokens > 1000
     assert speculator.stats().num_refused_tokens > 1000
+
+
+@pytest.mark.slow
+def test_draft_head_on_two_ranks_drafts_as_on_one(ray_cluster: None, tmp_path: Path) -> None:
+    head = random_eagle3_folder(
+        tmp_path / "head", TINY_LLAMA, layer_ids=(1, 2, 3), draft_vocab_size=500
+    )
+    names, options = ["greedy", "temperature"], {"dtype": "float32"}
+    with open_llm(speculates=True, head=head, **options) as llm:
+        expected = answers(llm, names)
+        drafted = noted_drafts(llm, names)
+    with open_llm(speculates=True, head=head, **TWO_RANKS, **options) as llm:
+        assert answers(llm, names) == expected
+        found = noted_drafts(llm, names)
+        assert found.keys() & drafted.keys()
+        assert all(found[key] == drafted[key] for key in found.keys() & drafted.keys())
+        killer = threading.Thread(target=kill_a_rank, args=(llm,), kwargs={"after_steps": 5})
+        killer.start()
+        assert answers(llm, names) == expected
+        killer.join()
+        assert llm._engine.stats().replacements["death"] == 1
+
+
+def noted_drafts(llm: LLM, names: list[str]) -> dict[tuple[int, ...], list[int]]:
+    """Return the drafts that follow each sequence of tokens, of the completions once more."""
+    drafter = NotingDrafter()
+    speculator_of(llm).drafter = drafter
+    answers(llm, names)
+    assert len(drafter.noted) > 50
+    return drafter.noted
+
+
+class NotingDrafter(HeadDrafter):
+    """Notes the drafts of a head, by the tokens that they follow."""
+
+    def __init__(self) -> None:
+        self.noted: dict[tuple[int, ...], list[int]] = {}
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        drafts = super().propose(sequence, limit)
+        if len(drafts) == limit:
+            self.noted[tuple(sequence.token_ids)] = list(drafts)
+        return drafts
