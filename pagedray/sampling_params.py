@@ -108,6 +108,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Constraint on the text, or None."""
     thinking_token_budget: int | None = None
     """Number of tokens after which the model's reasoning is ended; None does not limit it."""
+    disable_spec_decode: bool = False
+    """Whether tokens are generated one by one, although the engine speculates; only affects speed.
+    """
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -140,6 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_logit_bias(self.logit_bias)
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_LOGIT_BIAS)
         check_bool("ignore_eos", self.ignore_eos)
+        check_bool("disable_spec_decode", self.disable_spec_decode)
         _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
         _check_bad_words(self.bad_words)
         for name in ("allowed_token_ids", "bad_words"):

@@ -140,8 +140,9 @@ class Speculator:
         self.num_accepted_at = [0] * self._num_drafts
 
     def open_sequence(self, sequence: Sequence) -> None:
-        """Let a sequence have drafts, unless it samples under masks."""
-        if sequence.masks is None:
+        """Let a sequence have drafts, unless it samples under masks or its request forbids them."""
+        is_disabled = sequence.active.request.sampling.disable_spec_decode
+        if sequence.masks is None and not is_disabled:
             sequence.drafts = SequenceDrafts(self._rates.copy())
 
     def close_sequence(self, sequence: Sequence) -> None:

@@ -36,8 +36,8 @@ __all__ = [
 
 EarlyStopping = bool | Literal["never"]
 _MOST_PENALTY = 10
-_UNUSED = frozenset(("min_p", "seed", "temperature", "top_k", "top_p"))
-"""Parameters without an effect: beams are not sampled."""
+_UNUSED = frozenset(("disable_spec_decode", "min_p", "seed", "temperature", "top_k", "top_p"))
+"""Parameters without an effect: beams are not sampled, and each step adds one token to them."""
 _ALLOWED = _UNUSED | {"ignore_eos", "logprobs", "max_tokens", "n"}
 _ZERO_COUNTS = frozenset(("prompt_logprobs", "thinking_token_budget"))
 """Parameters that have an effect if they are 0."""

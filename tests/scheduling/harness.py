@@ -141,6 +141,7 @@ class Harness:
         generated: Sequence[tuple[int, ...] | None] = (),
         seed: int | None = None,
         is_masked: bool = False,
+        disable_spec_decode: bool = False,
         anchors: Sequence[int] = (),
     ) -> str:
         """Add a request and return its id.
@@ -157,6 +158,7 @@ class Harness:
                 min_tokens=min_tokens,
                 ignore_eos=ignore_eos,
                 stop_token_ids=tuple(stop_token_ids),
+                disable_spec_decode=disable_spec_decode,
                 # Masks of some begin later.
                 thinking_token_budget=seed % 3 if is_masked else None,
             ),

@@ -256,6 +256,18 @@ def test_a_defect_of_a_drafter_ends_only_its_request() -> None:
     assert caught.value.sequence is harness.sequences[0]
 
 
+def test_requests_may_disable_drafts() -> None:
+    harness = Harness(num_drafts=3, right=1.0)
+    harness.add([1, 2], **LONG)
+    harness.add([1, 3], disable_spec_decode=True, **LONG)
+    harness.drain()
+    stats = harness.scheduler.stats().speculation
+    assert [one.drafts is None for one in harness.sequences] == [False, True]
+    # Both sequences have 40 tokens, of which the first got several in most steps.
+    assert len(harness.plans) >= 40
+    assert stats.num_accepted_tokens > 20
+
+
 def chained(harness: Harness, *drafts: int) -> StepOutput:
     """Plan a chain with these drafts, of the only sequence, and return the worker's output."""
 

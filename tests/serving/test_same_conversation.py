@@ -247,11 +247,15 @@ GIVEN: dict[str, Any] = {  # Any: fields of several types
     "stop": ("zz",),
     "stop_token_ids": (8,),
     "ignore_eos": True,
+    "disable_spec_decode": True,
     "logprobs": 2,
     "logprob_token_ids": (9,),
     "prompt_logprobs": 1,
 }
-ON_THE_PAGE = GIVEN.keys() - {"n", "logprobs", "logprob_token_ids", "prompt_logprobs", "max_tokens"}
+ON_THE_PAGE = GIVEN.keys() - {
+    *("n", "logprobs", "logprob_token_ids", "prompt_logprobs", "max_tokens"),
+    "disable_spec_decode",
+}
 """Parameters of one answer that the page shows; its `max_tokens` has the name of chats."""
 
 
@@ -296,6 +300,9 @@ OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 CHATS = ("/v1/completions", "/v1/chat/completions")
 UNSET: list[tuple[tuple[str, ...], Given, Given]] = [
     ((*OPENAI, "/v1/messages"), {"seed": -1}, {"seed": None}),
+    (OPENAI, {"disable_spec_decode": None}, {"disable_spec_decode": False}),
+    (OPENAI, {"disable_spec_decode": True}, {"disable_spec_decode": True}),
+    (OPENAI, {"vllm_xargs": {"other": 1}}, {"disable_spec_decode": False}),
     (OPENAI, {"seed": None}, {"seed": None}),
     (OPENAI, {"seed": -1.0}, {"seed": None}),
     (OPENAI, {"seed": -2}, {"seed": -2}),
@@ -415,6 +422,15 @@ def test_two_limits_are_logged(
         ({"n": 0.0}, "n must be from 1 to 128, not 0."),
         ({"logprobs": True}, "logprobs must be an integer, not true."),
         ({"seed": "-1"}, "seed must be an integer, not '-1'."),
+        ({"disable_spec_decode": 1}, "disable_spec_decode must be true or false, not 1."),
+        (
+            {"disable_speculative_decoding": True},
+            "disable_speculative_decoding is not supported: did you mean disable_spec_decode?",
+        ),
+        (
+            {"vllm_xargs": {"disable_spec_decode": 1}},
+            "vllm_xargs.disable_spec_decode is not supported: use disable_spec_decode of the request.",
+        ),
         ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers."),
         ({"stop": [5]}, "stop must contain strings of 1 to 512 characters."),
     ],

@@ -13,6 +13,7 @@ from cluster.serving.inputs import GenerationInput, TokenizeInput
 from cluster.serving.json_body import Defaults
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
+    IN_IGNORED,
     MODERATION,
     UNLIMITED,
     SamplingFields,
@@ -80,6 +81,7 @@ class ResponsesBody(InputBody, SamplingFields):
         "stream_options": "streams are not obfuscated",
     }
     in_ignored: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "vllm_xargs": IN_IGNORED["vllm_xargs"],
         "stream_options": {"resumable": "use /v1/chat/completions"},
     }
     rejected: ClassVar[Mapping[str, str]] = {

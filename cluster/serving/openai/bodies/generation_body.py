@@ -84,6 +84,7 @@ class GenerationBody(SamplingFields):
     in_ignored: ClassVar[Mapping[str, Mapping[str, str]]] = IN_IGNORED
     rejected: ClassVar[Mapping[str, str]] = REJECTED
     synonyms: ClassVar[Mapping[str, str]] = {
+        "disable_speculative_decoding": "disable_spec_decode",
         "ebnf": "guided_grammar",
         "extra_key": "cache_salt",
         "json_schema": "guided_json",

@@ -59,6 +59,7 @@ _NAMES = (
     "frequency_penalty",
     "seed",
     "ignore_eos",
+    "disable_spec_decode",
 )
 _ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TAG_FIELDS = ("structures", "triggers", "format")
@@ -102,6 +103,7 @@ IN_IGNORED: Mapping[str, Mapping[str, str]] = {
         "top_k": "use top_k of the request",
         "use_raw_prompt": "use /v1/completions",
     },
+    "vllm_xargs": {"disable_spec_decode": "use disable_spec_decode of the request"},
 }
 """Fields of ignored parameters that would change the answer, each with an alternative."""
 WITHOUT_EFFECT: Defaults = {
@@ -272,6 +274,11 @@ class SamplingFields(Body):
     )
     ignore_eos: bool | None = Field(
         None, description="Whether to generate past the model's end-of-sequence tokens."
+    )
+    disable_spec_decode: bool | None = Field(
+        None,
+        description="Whether tokens are generated one by one, although the server speculates; only "
+        "affects speed.",
     )
     # The validator checks its length before its entries.
     stop: Any = Field(
