@@ -241,11 +241,21 @@ def _state(loads: ServerLoads, steps_per_s: float) -> Text:
         ("steps/s", _number_text(steps_per_s)),
         ("last step", _seconds_text(loads.last_step_s)),
         ("prefix hits", _part_text(loads.num_hit_tokens, loads.num_queried_tokens)),
+        *_draft_fields(loads),
     )
     line = Text("ready" if loads.is_ready else "not ready", "bold green")
     for name, value in fields:
         line.append(f"  {name} ", "not bold dim default").append(value, "bold default")
     return line
+
+
+def _draft_fields(loads: ServerLoads) -> Iterator[tuple[str, str]]:
+    """Yield how many drafts were accepted, and the tokens of a sequence with drafts in a step."""
+    if loads.num_chains:
+        num_accepted = loads.num_accepted_draft_tokens
+        length = 1 + num_accepted / loads.num_chains
+        share = _part_text(num_accepted, loads.num_draft_tokens)
+        yield "drafts accepted", f"{share} ({length:.1f} tokens a step)"
 
 
 def _pools(loads: ServerLoads) -> Table:

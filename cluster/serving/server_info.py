@@ -93,6 +93,10 @@ class ServerLoads:
     """Tokens looked up in the prefix cache."""
     num_hit_tokens: int
     num_preemptions: int
+    num_chains: int = 0
+    """Sequences with guessed tokens in steps; the next two fields count these tokens."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     calls: tuple[CallInfo, ...]
     """The tenant's running calls, or all calls for an admin; oldest first, at most 100."""
 
@@ -150,6 +154,9 @@ def server_loads(
         num_queried_tokens=scheduler.num_queried_tokens,
         num_hit_tokens=scheduler.num_hit_tokens,
         num_preemptions=scheduler.num_swap_preemptions + scheduler.num_recompute_preemptions,
+        num_chains=scheduler.speculation.num_chains,
+        num_draft_tokens=scheduler.speculation.num_draft_tokens,
+        num_accepted_draft_tokens=scheduler.speculation.num_accepted_tokens,
         calls=calls,
     )
 

@@ -618,7 +618,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("is_ready", "uptime_s", "num_running", "num_waiting", "num_swapped", "num_queued_requests", "num_queued_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_cpu_blocks", "num_free_cpu_blocks", "num_steps", "last_step_s", "num_prompt_tokens", "num_generated_tokens", "num_queried_tokens", "num_hit_tokens", "num_preemptions", "calls")
+    __slots__ = ("is_ready", "uptime_s", "num_running", "num_waiting", "num_swapped", "num_queued_requests", "num_queued_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_cpu_blocks", "num_free_cpu_blocks", "num_steps", "last_step_s", "num_prompt_tokens", "num_generated_tokens", "num_queried_tokens", "num_hit_tokens", "num_preemptions", "calls", "num_chains", "num_draft_tokens", "num_accepted_draft_tokens")
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -639,6 +639,9 @@ class GetLoadsResponse(_message.Message):
     NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHAINS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     is_ready: bool
     uptime_s: float
     num_running: int
@@ -659,7 +662,10 @@ class GetLoadsResponse(_message.Message):
     num_hit_tokens: int
     num_preemptions: int
     calls: _containers.RepeatedCompositeFieldContainer[CallLoad]
-    def __init__(self, is_ready: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_cpu_blocks: _Optional[int] = ..., num_free_cpu_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_step_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[CallLoad, _Mapping]]] = ...) -> None: ...
+    num_chains: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    def __init__(self, is_ready: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_cpu_blocks: _Optional[int] = ..., num_free_cpu_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_step_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[CallLoad, _Mapping]]] = ..., num_chains: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class CallLoad(_message.Message):
     __slots__ = ("request_id", "age_s", "num_prompt_tokens", "num_generated_tokens", "tenant")

@@ -54,6 +54,13 @@ def test_view_without_history_shows_requests_blocks_and_speed() -> None:
         assert words in text
 
 
+def test_view_shows_drafts_if_there_are_any() -> None:
+    assert "drafts" not in "".join(drawn(READING))
+    loads = replace(LATER, num_chains=200, num_draft_tokens=800, num_accepted_draft_tokens=480)
+    text = " ".join(" ".join(drawn(replace(READING, loads=loads))).replace("│", "").split())
+    assert "drafts accepted 60.0% (3.4 tokens a step)" in text
+
+
 def test_view_shows_ten_minutes_and_latencies() -> None:
     name = ServerName(model="Qwen/Qwen3-8B", version="0.1.0")
     lines = drawn(replace(READING, name=name), width=80)

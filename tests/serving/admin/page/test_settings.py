@@ -212,13 +212,15 @@ def test_large_numbers_have_separators(page: ChatPage, http: httpx.Client) -> No
     page.evaluate(
         f"import('/page/statistics/load_view.js').then(({{ LoadView }}) => {{"
         f" new LoadView().show({given}); window.shown = ['device-text', 'waiting', 'preemptions',"
-        " 'calls-body'].map((id) => document.getElementById(id).textContent); })"
+        " 'drafts', 'calls-body'].map((id) => document.getElementById(id).textContent); })"
     )
     page.wait_for("window.shown !== undefined")
     assert page.evaluate("window.shown") == [
         "2,768 of 32,768",
         "2,001",
         "1,000",
+        # Of 20 drafts of 5 sequences in steps.
+        "35%, 2.4 tokens/step",
         "a1.0 s31,0001,234",
     ]
 

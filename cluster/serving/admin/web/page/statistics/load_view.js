@@ -21,6 +21,7 @@ export class LoadView {
       swapped: formatCount(loads.num_swapped),
       step: formatSeconds(loads.last_step_s),
       hits: formatPercent(loads.num_hit_tokens, loads.num_queried_tokens),
+      drafts: draftText(loads),
       preemptions: formatCount(loads.num_preemptions),
       uptime: formatSeconds(loads.uptime_s),
     };
@@ -30,6 +31,14 @@ export class LoadView {
     showCalls(loads.calls);
     return passed > 0 ? rate("num_generated_tokens") : null;
   }
+}
+
+/** Return the accepted share of drafts, and the tokens of a sequence with drafts in a step. */
+function draftText(loads) {
+  const accepted = loads.num_accepted_draft_tokens;
+  if (!loads.num_chains) return "none";
+  const length = formatNumber(1 + accepted / loads.num_chains);
+  return `${formatPercent(accepted, loads.num_draft_tokens)}, ${length} tokens/step`;
 }
 
 function showPool(name, size, numFree, numCached) {
