@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from cluster.cli.bench.client import METRICS, BenchRequest, LoadResult, Timing
+from cluster.cli.bench.client import METRICS, BenchRequest, DraftCounts, LoadResult, Timing
 from cluster.cli.bench.summary import Summary, latency_table, summarize, total_table
 from cluster.cli.flag import noted_flags
 from cluster.cli.simulate_flags import COSTS, set_sizes
 from cluster.scheduling.kv_manager import KvOptions
+from cluster.scheduling.speculation import Speculator
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.step_cost import LLAMA_8B_H200, read_step_cost
 from cluster.simulation.virtual_disk import VirtualDisk
-from cluster.simulation.virtual_replica import VirtualReplica
+from cluster.simulation.virtual_replica import VirtualDrafter, VirtualReplica
 from cluster.simulation.workload import Workload, read_trace
-from pagedray.config import SchedulerConfig
+from pagedray.config import SchedulerConfig, SpeculationConfig
 from pagedray.errors import StartupError
 from pagedray.layout import cache_layout
 
@@ -42,6 +43,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 30, 25
 _COLORS = ("#1f6fb2", "#d1662a")
 
 _PERCENTILES = (50.0, 90.0, 99.0)
+_ACCEPTANCE = 0.7
+"""How likely each draft is right if those before it are."""
 
 
 def simulate(parsed: argparse.Namespace) -> int:
@@ -106,8 +109,21 @@ def _fleet(parsed: argparse.Namespace) -> Fleet:
                 read_s=parsed.disk_read_us / 1e6 / num_parts,
                 write_s=parsed.disk_write_us / 1e6 / num_parts,
             ),
+            speculator=_speculator(parsed),
         ),
         num_replicas=parsed.num_replicas,
+    )
+
+
+def _speculator(parsed: argparse.Namespace) -> Speculator | None:
+    acceptance = parsed.draft_acceptance
+    if not parsed.num_speculative_tokens:
+        if acceptance is not None:
+            raise StartupError("--draft-acceptance requires --num-speculative-tokens.")
+        return None
+    return Speculator(
+        SpeculationConfig(num_speculative_tokens=parsed.num_speculative_tokens),
+        VirtualDrafter(acceptance=_ACCEPTANCE if acceptance is None else acceptance),
     )
 
 
@@ -268,8 +284,13 @@ def _make_report(fleet: Fleet) -> Report:
     """Return the figures of a fleet that has run."""
     stats = [one.scheduler.stats() for one in fleet.replicas]
     num_queried = sum(one.num_queried_tokens for one in stats)
+    drafts = DraftCounts(
+        sum(one.speculation.num_chains for one in stats),
+        sum(one.speculation.num_draft_tokens for one in stats),
+        sum(one.speculation.num_accepted_tokens for one in stats),
+    )
     return Report(
-        summary=summarize(_load_of(fleet.calls), percentiles=_PERCENTILES, limits_ms={}),
+        summary=summarize(_load_of(fleet.calls, drafts), percentiles=_PERCENTILES, limits_ms={}),
         rejections=tuple(call.error for call in fleet.calls if call.error),
         num_swap_preemptions=sum(one.num_swap_preemptions for one in stats),
         num_recompute_preemptions=sum(one.num_recompute_preemptions for one in stats),
@@ -280,7 +301,7 @@ def _make_report(fleet: Fleet) -> Report:
     )
 
 
-def _load_of(calls: Sequence[VirtualCall]) -> LoadResult:
+def _load_of(calls: Sequence[VirtualCall], drafts: DraftCounts) -> LoadResult:
     """Return the load as a client would have seen it."""
     timings, requests = [], []
     for call in calls:
@@ -311,6 +332,7 @@ def _load_of(calls: Sequence[VirtualCall]) -> LoadResult:
         duration_s=max(ends_s, default=0.0) - first_s,
         peak_concurrency=_peak_concurrency(timings),
         client_cpu_s=0.0,
+        drafts=drafts,
     )
 
 

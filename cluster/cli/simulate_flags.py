@@ -94,6 +94,17 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "(default: no limit)",
         number(1e-3, 1e9),
     )
+    add(
+        "--num-speculative-tokens N: Maximum number of guessed tokens of a sequence in a step. "
+        "(default: no speculation)",
+        count(0, 1000),
+        0,
+    )
+    add(
+        "--draft-acceptance P: Probability that a guessed token is right if those before it are, "
+        "0 to 1. (default: 0.7)",
+        number(0.0, 1.0),
+    )
     add("--no-prefix-cache: Disable prefix caching.")
     add(
         "--no-cpu-prefix-cache: Do not keep prefixes that are evicted from the device in CPU "

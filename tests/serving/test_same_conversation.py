@@ -429,7 +429,8 @@ def test_two_limits_are_logged(
         ),
         (
             {"vllm_xargs": {"disable_spec_decode": 1}},
-            "vllm_xargs.disable_spec_decode is not supported: use disable_spec_decode of the request.",
+            "vllm_xargs.disable_spec_decode is not supported: use disable_spec_decode of the "
+            "request.",
         ),
         ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers."),
         ({"stop": [5]}, "stop must contain strings of 1 to 512 characters."),

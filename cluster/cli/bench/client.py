@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -30,6 +30,7 @@ __all__ = [
     "BenchClient",
     "BenchError",
     "BenchRequest",
+    "DraftCounts",
     "Load",
     "LoadResult",
     "Target",
@@ -86,6 +87,20 @@ class Timing:
     """Generated tokens, as the server counted them, or else the number of messages with text."""
 
 
+class DraftCounts(NamedTuple):
+    """Tokens that a server guessed, since its start or during a test."""
+
+    num_chains: int = 0
+    """Sequences with guesses in steps."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Guesses that were right."""
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """Return what was counted after an earlier reading."""
+        return DraftCounts(*(new - old for new, old in zip(self, before, strict=True)))
+
+
 class BenchError(PagedRayError):
     """The server rejected a request, ended its answer early, or could not be reached."""
 
@@ -115,6 +130,10 @@ class BenchClient(ABC):
     @abstractmethod
     async def decode(self, token_ids: list[int]) -> str:
         """Return the server's text of tokens. Raises BenchError."""
+
+    @abstractmethod
+    async def count_drafts(self) -> DraftCounts:
+        """Return the guesses since the server started; 0 if it does not report them."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -249,6 +268,7 @@ class LoadResult:
     peak_concurrency: int
     client_cpu_s: float
     """CPU time that this process took."""
+    drafts: DraftCounts
 
 
 class _Sender:
@@ -289,18 +309,20 @@ async def send_load(
     If `has_bar` is None, a progress bar is shown on a terminal only.
     """
     disabled = None if has_bar is None else not has_bar
+    before = await client.count_drafts()
     with tqdm(total=len(requests), unit="request", disable=disabled) as bar:
         sender = _Sender(client, bar, load.max_concurrency)
         cpu_s, began_s = time.process_time(), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for request, start_s in zip(requests, load.starts_s(len(requests)), strict=True):
                 tasks.create_task(sender.send(request, began_s + start_s - time.perf_counter()))
-        ended_s = time.perf_counter()
+        ended_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
     return LoadResult(
         timings=tuple(timing for _, timing in sender.answers),
         requests=tuple(request for request, _ in sender.answers),
         failures=tuple(sender.failures),
         duration_s=ended_s - began_s,
         peak_concurrency=sender.peak,
-        client_cpu_s=time.process_time() - cpu_s,
+        client_cpu_s=cpu_s,
+        drafts=(await client.count_drafts()).since(before),
     )

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
+from cluster.cli.bench.client import (
+    KEY_VARIABLES,
+    BenchClient,
+    BenchError,
+    BenchRequest,
+    DraftCounts,
+    Timing,
+)
 from cluster.cli.client_flags import with_key_hint
 from pagedray.errors import StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
@@ -107,6 +114,17 @@ class GrpcClient(BenchClient):
         except grpc.aio.AioRpcError as error:
             raise _rejection(error) from error
         return str(answer.text)
+
+    async def count_drafts(self) -> DraftCounts:
+        try:
+            loads = await next(self._stubs).GetLoads(
+                pagedray_pb2.GetLoadsRequest(), metadata=self._metadata, timeout=_CALL_S
+            )
+        except grpc.aio.AioRpcError:
+            return DraftCounts()
+        return DraftCounts(
+            loads.num_chains, loads.num_draft_tokens, loads.num_accepted_draft_tokens
+        )
 
     async def close(self) -> None:
         for channel in self._channels:

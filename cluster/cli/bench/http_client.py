@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 import aiohttp
 import msgspec
 
-from cluster.cli.bench.client import KEY_VARIABLES, BenchClient, BenchError, BenchRequest, Timing
+from cluster.cli.bench.client import (
+    KEY_VARIABLES,
+    BenchClient,
+    BenchError,
+    BenchRequest,
+    DraftCounts,
+    Timing,
+)
 from cluster.cli.client_flags import with_key_hint
 from cluster.serving.listener import url_host
 from pagedray.errors import PagedRayError, StartupError
@@ -25,6 +33,11 @@ _MAX_ERROR_BYTES = 2**16
 _MAX_EVENT_BYTES = 2**23
 _MAX_ANSWER_BYTES = 2**26
 _CONNECT_S = 30.0
+_DRAFT_METRICS = (
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+)
 _NO_SUCH_PATH = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
 
 Answer = TypeVar("Answer")
@@ -166,6 +179,15 @@ class HttpClient(BenchClient):
         body = {"model": self._model, "tokens": token_ids}
         return (await self._read("POST", "/detokenize", body, _Prompt)).prompt
 
+    async def count_drafts(self) -> DraftCounts:
+        assert self._session is not None
+        try:
+            async with self._session.get(f"{self._target.root}/metrics") as answer:
+                text = await answer.text() if answer.status == HTTPStatus.OK else ""
+        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError):
+            text = ""
+        return DraftCounts(*(_metric(text, name) for name in _DRAFT_METRICS))
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -233,6 +255,12 @@ class HttpClient(BenchClient):
         if answer.status == HTTPStatus.UNAUTHORIZED:
             message = with_key_hint(message, variables=KEY_VARIABLES)
         raise BenchError(message)
+
+
+def _metric(text: str, name: str) -> int:
+    """Return the sum of a metric over its labels, in the text format of Prometheus."""
+    values = re.findall(rf"^{name}(?:{{.*}})? ([0-9.eE+]+)$", text, re.MULTILINE)
+    return int(sum(map(float, values)))
 
 
 def _reason(body: bytes) -> str | None:

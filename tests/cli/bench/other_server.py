@@ -30,12 +30,26 @@ class OtherServer:
         self.fails_in_stream = False
 
 
+def _metrics(num_requests: int) -> str:
+    """Return metrics of vLLM, of two engines; each request has the same drafts."""
+    lines = ["# HELP vllm:spec_decode_num_drafts_total Number of drafts."]
+    for name, number in (("drafts", 2), ("draft_tokens", 8), ("accepted_tokens", 5)):
+        for engine in range(2):
+            label = f'{{engine="{engine}",model_name="m"}}'
+            lines.append(f"vllm:spec_decode_num_{name}_total{label} {number * num_requests:.1f}")
+            lines.append(f"vllm:spec_decode_num_{name}_created{label} 1.7e+09")
+    return "\n".join(lines) + "\n"
+
+
 @contextmanager
 def serving() -> Iterator[OtherServer]:
     state = OtherServer()
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.answer(200, _metrics(len(state.bodies)).encode())
+                return
             self.answer(200, b'{"data": [{"id": "other-model"}]}')
 
         def do_POST(self) -> None:

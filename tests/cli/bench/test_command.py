@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.cli.bench.client import Target
+from cluster.cli.bench.grpc_client import GrpcClient
+from cluster.cli.bench.http_client import HttpClient
 from cluster.cli.commands import main
 from tests.cli.bench.other_server import NUM_TOKENS, OtherServer, serving
 from tests.cli.loads_server import serving as not_found
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from cluster.cli.bench.client import Backend
     from cluster.serving.text.tokenizer import Tokenizer
 
 SHORT = ("--num-prompts=6", "--random-input-len=12", "--random-output-len=5", "--ignore-eos")
@@ -158,6 +162,40 @@ def test_other_servers_are_measured(
     assert (body["model"], body["top_p"], body["max_tokens"]) == ("other-model", 0.5, 5)
     assert ("messages" in body) == (backend == "openai-chat")
     assert other.headers[-1]["x-a"] == "b"
+
+
+@pytest.mark.parametrize("format_flags", [("--json",), ()])
+def test_drafts_of_the_test_are_counted(
+    other: OtherServer,
+    folder: Path,
+    format_flags: Sequence[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = (f"--base-url={other.url}", f"--tokenizer={folder}", *format_flags)
+    code, out, _ = run(capsys, *given, *SHORT)
+    assert code == 0
+    if not format_flags:
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        assert "Drafts accepted (%) 62.5" in lines
+        assert "Tokens of a sequence with drafts per step 3.50" in lines
+        return
+    found = {name: value for name, value in json.loads(out).items() if "spec_decode" in name}
+    # The drafts of the request before the test do not count.
+    assert found == {
+        "spec_decode_acceptance_rate": 62.5,
+        "spec_decode_acceptance_length": 3.5,
+        "spec_decode_num_drafts": 6 * 2 * 2,
+        "spec_decode_draft_tokens": 6 * 2 * 8,
+        "spec_decode_accepted_tokens": 6 * 2 * 5,
+    }
+
+
+@pytest.mark.parametrize("backend", ["openai", "grpc"])
+async def test_clients_read_the_drafts_of_our_servers(server: Server, backend: Backend) -> None:
+    target = Target(backend=backend, base_url=base_url(server, backend))
+    async with (GrpcClient if target.is_grpc else HttpClient)(target) as client:
+        await client.open(None)
+        assert await client.count_drafts() == (5, 20, 7)
 
 
 def one_error(found: tuple[int, str, str]) -> str:

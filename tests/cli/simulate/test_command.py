@@ -96,6 +96,28 @@ def test_unset_sizes_are_those_of_a_server_on_the_device_of_the_cost(
     assert (parsed.num_cpu_blocks, parsed.max_num_batched_tokens) == (0, 8192)
 
 
+def test_drafts_make_few_requests_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--num-prompts=2", "--random-input-len=8", "--random-output-len=2000", "--json"]
+    reports = []
+    for flags in (
+        [],
+        ["--num-speculative-tokens=4", "--draft-acceptance=0"],
+        ["--num-speculative-tokens=4"],
+        ["--num-speculative-tokens=4", "--draft-acceptance=1"],
+    ):
+        assert main(["simulate", *load, *flags]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    plain, wrong, usual, right = (one["output_throughput"] for one in reports)
+    assert plain > wrong > 0.9 * plain
+    assert 1.5 * plain < usual < right < 5 * plain
+    assert "spec_decode_acceptance_rate" not in reports[0]
+    assert reports[1]["spec_decode_accepted_tokens"] == 0
+    # Of four drafts in a row, each is right with a probability of 0.7.
+    length = reports[2]["spec_decode_acceptance_length"]
+    assert length == pytest.approx(sum(0.7**place for place in range(5)), rel=0.1)
+    assert reports[3]["spec_decode_acceptance_length"] == pytest.approx(5, rel=0.05)
+
+
 def test_parts_of_a_figure_are_indented_below_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--num-prompts=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -162,6 +184,7 @@ def test_bad_windows_are_rejected(windows: str, capsys: pytest.CaptureFixture[st
     [
         (["--request-rate=1e-6", "--num-prompts=2000"], "arrival_s must be"),
         (["--num-prefixes=2"], "--num-prefixes requires --random-prefix-len"),
+        (["--draft-acceptance=0.5"], "--draft-acceptance requires --num-speculative-tokens"),
         (["--random-input-len=10000000", "--random-range-ratio=1"], "num_prompt_tokens must be"),
         (["--random-input-len=6000000", "--random-prefix-len=6000000"], "num_prompt_tokens must"),
     ],
