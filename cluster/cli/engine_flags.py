@@ -15,6 +15,7 @@ from cluster.engine.vllm_options import (
     IGNORED,
     IGNORED_SWITCHES,
     LISTS,
+    OVERRIDES,
     REJECTED,
     WITHOUT_EFFECT,
     ignored_reason,
@@ -71,6 +72,11 @@ _SHORT: Mapping[str, str] = {
     "optimization_level": "-O",
     "pipeline_parallel_size": "-pp",
     "prefill_context_parallel_size": "-pcp",
+}
+_KINDS: Mapping[str, Callable[[str], object]] = {
+    "rope_scaling": read_object,
+    "rope_theta": float,
+    "spec_tokens": int,
 }
 _OPTION = re.compile(r"(?<!-)\b(?:task|quantization|[a-z]+(?:_[a-z]+)+)\b")
 _DEST = "ignored_flags"
@@ -311,11 +317,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
             # Some commands have a --seed of their own, which seeds all that they do.
             if f"--{flag.field}" not in parser._option_string_actions:
                 add_flag(group, added, getattr(default, flag.field))
-    for name, kind in (("rope_scaling", read_object), ("rope_theta", float)):
+    for name, (whole, part) in OVERRIDES.items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest="hf_overrides",
-            type=_override_of(name, kind),
+            _flag(name),
+            dest=whole,
+            type=_override_of(part, _KINDS.get(name, str)),
             action=MergedObject,
             help=argparse.SUPPRESS,
         )
@@ -323,7 +329,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
 
 
 def _override_of(name: str, kind: Callable[[str], object]) -> Callable[[str], Mapping[str, object]]:
-    """Return a converter of the values of a flag for one field of config.json."""
+    """Return a converter of the values of a flag for one field of an object."""
     return lambda text: {name: kind(text)}
 
 

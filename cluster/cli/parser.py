@@ -16,6 +16,7 @@ from cluster.cli.engine_flags import add_engine_flags, add_vllm_flags
 from cluster.cli.flag import group_of, read_value, seconds
 from cluster.cli.serve_flags import add_model_names, add_serve_flags
 from cluster.cli.simulate_flags import add_simulate_flags
+from cluster.engine.vllm_options import SPECULATION_HINT
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
@@ -223,6 +224,8 @@ def _hint(word: str, parser: argparse.ArgumentParser) -> str:
     """Return which flags a word abbreviates or is like, to be added to an error."""
     name = word.partition("=")[0]
     flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    if name.startswith("--speculative-") and "--speculative-config" in flags:
+        return f"; {SPECULATION_HINT.replace('speculative_config', '--speculative-config')}"
     begun = [
         flag
         for flag in flags

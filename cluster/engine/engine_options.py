@@ -228,10 +228,11 @@ def speculation_config(
             chosen.setdefault("num_speculative_tokens", head.num_drafts)
     is_ngram = model is None or model in _NGRAM_MODELS
     method = chosen.setdefault("method", "ngram" if is_ngram else "draft_model")
-    if method not in get_args(SpeculationMethod):
+    *others, last = get_args(SpeculationMethod)
+    if method not in (*others, last):
         raise StartupError(
-            f"speculative_config.method {method!s:.80} is not supported; use ngram, which guesses "
-            "tokens from the sequence itself, or eagle3 with a draft head."
+            f"speculative_config.method {method!s:.80} is not supported; use "
+            f"{', '.join(others)} or {last}."
         )
     if method == "suffix":
         depth = "suffix_decoding_max_tree_depth"

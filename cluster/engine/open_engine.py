@@ -104,7 +104,7 @@ def _check_drafts_fit(
         )
         return
     # A step computes the drafts of a sequence with its last token, each in a place of a sequence.
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         limit = getattr(config, name)
         if speculation.num_speculative_tokens >= limit:
             raise StartupError(

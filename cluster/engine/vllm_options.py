@@ -26,7 +26,9 @@ __all__ = [
     "IGNORED",
     "IGNORED_SWITCHES",
     "LISTS",
+    "OVERRIDES",
     "REJECTED",
+    "SPECULATION_HINT",
     "VLLM_NAMES",
     "WITHOUT_EFFECT",
     "checked_options",
@@ -107,6 +109,8 @@ _PROCESSES = "scheduler and frontends run in threads of the server"
 _HEADS = "heads of requests have fixed limits"
 _FINGERPRINTS = "responses have no system_fingerprint"
 _SPECULATION = "speculative_config says how tokens are guessed"
+SPECULATION_HINT = "use speculative_config with method and num_speculative_tokens"
+"""The alternative to options of SGLang and of earlier versions of vLLM."""
 _CLIENT = "it is a flag of clients, such as pagedray chat"
 _LOG_FORMAT = "use --log-format and --log-level"
 
@@ -125,7 +129,7 @@ def own_options(given: Mapping[str, object]) -> dict[str, object]:
     """Return options by our names and values. Raises StartupError for an unknown option."""
     known = {field.name for field in fields(EngineOptions)}
     options: dict[str, object] = {}
-    overrides: dict[str, object] = {}
+    overrides: dict[str, dict[str, object]] = {}
     for name, value in given.items():
         own = ALIASES.get(name, name)
         if own in known:
@@ -140,14 +144,16 @@ def own_options(given: Mapping[str, object]) -> dict[str, object]:
                 ranks = str(given.get("tensor_parallel_size") or 1)
                 options[own] = "local" if ranks == "1" else "ray"
         elif name in OVERRIDES:
-            overrides |= {} if value is None else {name: value}
+            whole, part = OVERRIDES[name]
+            if value is not None:
+                overrides.setdefault(whole, {})[part] = value
         elif reason := ignored_reason(name, value):
             logger.log(notice_level(name), "%s has no effect: %s.", name, reason)
         elif not is_our_behavior(name, value):
             raise StartupError(_rejection(name, known))
-    if overrides:
-        others = options.get("hf_overrides") or {}
-        options["hf_overrides"] = {**others, **overrides} if isinstance(others, dict) else others
+    for whole, parts in overrides.items():
+        others = options.get(whole) or {}
+        options[whole] = {**others, **parts} if isinstance(others, dict) else others
     return options
 
 
@@ -191,6 +197,8 @@ def notice_level(name: str) -> int:
 def _rejection(name: str, known: set[str]) -> str:
     if name in REJECTED:
         return f"{name} is not supported: {REJECTED[name]}."
+    if name.startswith("speculative_"):
+        return f"{name} is not an option; {SPECULATION_HINT}."
     nearest = nearest_name(name, known | ALIASES.keys())
     return f"{name} is not an option{'.' if nearest is None else f'; did you mean {nearest}?'}"
 
@@ -324,8 +332,10 @@ IGNORED: Mapping[str, str] = MappingProxyType(
                     _REPLACED: "cpu_distributed_timeout_seconds distributed_timeout_seconds "
                     "fault_tolerance_config watchdog_config",
                     _SLEEP: "sleep_mode_backend sleep_preserve_parameter_names",
-                    _SPECULATION: "num_lookahead_slots per_request_spec_decode_metrics "
-                    "spec_method spec_model spec_tokens",
+                    _SPECULATION: "num_lookahead_slots",
+                    "/metrics counts the guessed tokens of all requests": (
+                        "per_request_spec_decode_metrics"
+                    ),
                     "the operating system places threads; numactl can bind the server": (
                         "numa_bind_cpus numa_bind_nodes"
                     ),
@@ -519,6 +529,8 @@ REJECTED: Mapping[str, str] = MappingProxyType(
                 "recorded traces are not replayed": "enable_trace_replay",
                 "generated text is not watermarked": "watermark_config",
                 "use quantization": "quantization_config",
+                SPECULATION_HINT: "ngram_prompt_lookup_max ngram_prompt_lookup_min "
+                "num_speculative_tokens",
                 "reasoning_format says how the model marks its reasoning": "reasoning_config",
                 _SLEEP: "enable_sleep_mode weight_transfer_config",
                 _DISAGGREGATED: "ec_transfer_config kv_transfer_config",
@@ -564,10 +576,18 @@ REJECTED: Mapping[str, str] = MappingProxyType(
 """Why vLLM's options without an equivalent are rejected, with an alternative."""
 
 
-OVERRIDES = ("rope_scaling", "rope_theta")
+OVERRIDES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "rope_scaling": ("hf_overrides", "rope_scaling"),
+        "rope_theta": ("hf_overrides", "rope_theta"),
+        "spec_method": ("speculative_config", "method"),
+        "spec_model": ("speculative_config", "model"),
+        "spec_tokens": ("speculative_config", "num_speculative_tokens"),
+    }
+)
 
 
-"""Options that are fields of `hf_overrides`."""
+"""Options that are fields of others, with the names of both."""
 
 
 VLLM_NAMES = frozenset((*ALIASES, *IGNORED, *OVERRIDES, *REJECTED))

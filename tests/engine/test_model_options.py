@@ -420,11 +420,24 @@ def test_speculation_has_fields_of_vllm(
     assert speculation_config(given) == expected
 
 
+def test_speculation_under_other_names() -> None:
+    given = {"spec_tokens": 5, "speculative_config": {"method": "ngram"}, "spec_method": "suffix"}
+    assert own_options(given) == {
+        "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}
+    }
+    for name in ("speculative_algorithm", "speculative_model"):
+        with pytest.raises(StartupError, match=rf"^{name} is not an option; use speculative_conf"):
+            own_options({name: "x"})
+    with pytest.raises(StartupError, match=r"^num_speculative_tokens is not supported: use spe"):
+        own_options({"num_speculative_tokens": 5})
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ({"method": "medusa", "num_speculative_tokens": 3}, "method medusa is not supported; use"),
-        ({"model": "org/name"}, "method draft_model is not supported; use ngram, which guesses"),
+        ({"model": "org/name"}, "method draft_model is not supported; use ngram, suffix or eagle3"),
+        ({"method": "dflash"}, "method dflash is not supported; use ngram, suffix or eagle3"),
         (
             {"num_speculative_tokens": 3, "quantization": "fp8"},
             "quantization is not supported; ",

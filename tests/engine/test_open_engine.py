@@ -181,7 +181,7 @@ def test_ranks_choose_the_limits_of_steps_that_no_option_sets(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
 def test_drafts_that_fit_into_no_step_are_rejected_with_the_limit(name: str) -> None:
     given = {"executor": "local", "device": "cpu", name: 8}
     options = engine_options({**given, "speculative_config": {"num_speculative_tokens": 8}})

@@ -200,7 +200,7 @@ RECIPES = (
         "optimization_level compilation_config cudagraph_capture_sizes",
     ),
     ('--speculative-config {"method":"ngram","num_speculative_tokens":3}', ""),
-    ("--spec-method mtp --spec-tokens 2", "spec_method spec_tokens"),
+    ("--spec-method ngram --spec-tokens 2 --spec-model [ngram]", ""),
     (
         '--allowed-origins ["*"] --allowed-methods ["*"] --uvicorn-log-level warning '
         "--disable-access-log-for-endpoints /health,/metrics",
@@ -245,6 +245,16 @@ def test_recipes_of_vllm_start(words: str, ignored: str) -> None:
     assert isinstance(engine_options(parsed), EngineOptions)
 
 
+def test_flags_of_speculation_are_fields_of_one_object() -> None:
+    given = '--spec-method suffix --speculative-config {"prompt_lookup_max":3} --spec-tokens 5'
+    options = engine_options(make_parser().parse_args(["serve", "folder", *given.split()]))
+    assert options.speculative_config == {
+        "method": "suffix",
+        "prompt_lookup_max": 3,
+        "num_speculative_tokens": 5,
+    }
+
+
 def test_flags_may_have_underscores() -> None:
     given = (
         "serve folder --max_model_len=32K --served_model_name a_b c_d --num_gpu_blocks_override 7"
@@ -275,6 +285,13 @@ def test_flags_may_have_underscores() -> None:
         ("--structured-outputs-config.disable_any_whitespace true", "compiled by xgrammar"),
         ("--max-num-batched-tokens many", "max_num_batched_tokens must be a number of tokens"),
         ("-dp 2", "use num_replicas of Ray Serve"),
+        (
+            "--speculative-algorithm EAGLE3 --speculative-num-steps 3",
+            "use --speculative-config with method and num_speculative_tokens",
+        ),
+        ("--speculative-model org/name", "use --speculative-config with method and num_spec"),
+        ("--num-speculative-tokens 5", "use --speculative-config with method and num_spec"),
+        ("--spec-tokens many", "invalid"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
         (
             "--max-num 3",
