@@ -362,9 +362,9 @@ class DecoderWorker(Worker):
         if self._head is None or self._taps is None:
             return None
         builder = self._backend.make_metadata_builder(self._spec)
-        head, taps, pool, choice = self._head, self._taps, cache.device_pool, sampler.choice
+        head, taps, pool = self._head, self._taps, cache.device_pool
         if self._device.type == "cpu":
-            return HostDrafting(head, taps, pool, batch=batch, choice=choice, builder=builder)
+            return HostDrafting(head, taps, pool, batch=batch, sampler=sampler, builder=builder)
         assert isinstance(builder, GpuMetadataBuilder)
         assert self._config.speculation is not None
         return DeviceDrafting(
@@ -372,7 +372,7 @@ class DecoderWorker(Worker):
             taps,
             pool,
             batch=batch,
-            choice=choice,
+            sampler=sampler,
             builder=builder,
             max_num_rows=self._config.max_num_seqs,
             max_num_drafts=self._config.speculation.num_speculative_tokens,

@@ -111,6 +111,18 @@ class Sampler:
         """How tokens are chosen."""
         return self._choice
 
+    def random_rows(self, rows: IntArray) -> IntArray:
+        """Return the indices of rows that draw their tokens."""
+        return np.flatnonzero(self._rows.needs(rows) & Need.RANDOM)
+
+    def draws(self, rows: IntArray, positions: IntArray) -> Draws:
+        """Return how the tokens at these positions of these rows are drawn."""
+        return self._rows.draws(rows, positions)
+
+    def generator_starts(self, rows: IntArray) -> IntArray:
+        """Return where the generators of rows start, 64 bits each."""
+        return self._rows.generator_starts(rows)
+
     def start(self, start: SequenceStart) -> None:
         """Start a sequence in its row, and drop all state of the former sequence of the row."""
         self._rows.start(start)
@@ -427,6 +439,10 @@ class SamplingRows:
             if ids is not None:
                 one[: len(ids)] = ids
         return found
+
+    def generator_starts(self, rows: IntArray) -> IntArray:
+        """Return where the generators of these rows start."""
+        return self._generator_starts[rows].view(np.int64)
 
     def draws(self, rows: IntArray, positions: IntArray) -> Draws:
         """Return how the tokens at these positions of these rows are drawn."""

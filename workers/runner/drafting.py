@@ -8,6 +8,7 @@ pass of the head after the other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,6 +19,7 @@ from attention.gpu.batch import PinnedRing, copy_from_host
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.draft_decodes import DraftDecodes
 from workers.models.self_attention import CachedAttention, HeadInputs, StepAttention
+from workers.sampling.device_choice import Uploader, upload_draws
 from workers.sampling.edits import Chains
 
 if TYPE_CHECKING:
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from attention.layer import Attention
     from workers.models.draft_head import DraftHead, HeadOutputs, HeadRows, Taps
     from workers.runner.input_batch import InputBatch, StepInputs
-    from workers.sampling.choice import Choice, IntArray
+    from workers.sampler import Sampler
+    from workers.sampling.choice import Choice, Draws, IntArray
 
 __all__ = ["DeviceDrafting", "Drafting", "HostDrafting"]
 
+_Draw: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 _Writer: TypeAlias = "Callable[[int, torch.Tensor, torch.Tensor], None]"
 _NUM_OUTPUTS = 4
 """More than the number of steps with drafts that a rank has not sent yet."""
@@ -47,13 +51,14 @@ class Drafting(ABC):
         kv_cache: torch.Tensor,
         *,
         batch: InputBatch,
-        choice: Choice,
+        sampler: Sampler,
     ) -> None:
         self._head = head
         self._taps = taps
         self._kv_cache = kv_cache
         self._batch = batch
-        self._choice = choice
+        self._sampler = sampler
+        self._choice = sampler.choice
         self._last_position = head.config.layer.max_positions - 1
 
     def run(
@@ -88,12 +93,23 @@ class Drafting(ABC):
     ) -> torch.Tensor:
         """Return the drafts of each sequence; `rows` are those of all tokens."""
 
-    def _chosen(self, outputs: HeadOutputs) -> torch.Tensor:
-        """Return the likeliest token of each output, `[num_rows]` int64; any if one is NaN."""
-        logits = self._head.logits(outputs)
-        maxima = self._choice.local_maxima(logits.part, logits.first_id)
-        places = self._choice.tokens_of(logits.gather(maxima)).clamp_(min=0)
-        return self._head.token_ids.index_select(0, places)
+    def _chosen(self, outputs: HeadOutputs, draw: _Draw | None) -> torch.Tensor:
+        """Return a token for each output, `[num_rows]` int64; any token if its scores are NaN.
+
+        `draw` returns local maxima with the noise of the target, so that drafts are drawn as the
+        target draws its tokens; without it, the likeliest tokens are drafted.
+        """
+        logits, token_ids = self._head.logits(outputs), self._head.token_ids
+        part, first_id = logits.part, logits.first_id
+        if draw is None:
+            maxima = self._choice.local_maxima(part, first_id)
+            places = self._choice.tokens_of(logits.gather(maxima)).clamp_(min=0)
+            return token_ids.index_select(0, places)
+        # The noise is that of tokens of the target.
+        vocab_size = self._head.config.layer.vocab_size
+        scores = part.new_full((len(part), vocab_size), -torch.inf, dtype=torch.float32)
+        scores.index_copy_(1, token_ids[first_id : first_id + part.shape[1]], part.float())
+        return self._choice.tokens_of(logits.gather(draw(scores))).clamp_(min=0)
 
 
 class HostDrafting(Drafting):
@@ -106,11 +122,11 @@ class HostDrafting(Drafting):
         kv_cache: torch.Tensor,
         *,
         batch: InputBatch,
-        choice: Choice,
+        sampler: Sampler,
         builder: AttentionMetadataBuilder,
     ) -> None:
         """`builder` plans the passes of drafts, and nothing else."""
-        super().__init__(head, taps, kv_cache, batch=batch, choice=choice)
+        super().__init__(head, taps, kv_cache, batch=batch, sampler=sampler)
         self._builder = builder
 
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
@@ -133,10 +149,23 @@ class HostDrafting(Drafting):
             attention = CachedAttention(self._kv_cache, metadata)
             rotation = head.rotation(torch.from_numpy(of_pass))
             outputs = head.outputs(rows, head.attend(rows, rotation, attention))
-            found.append(self._chosen(outputs))
+            draw = None
+            if len(drawn := self._sampler.random_rows(row_ids)):
+                draw = partial(
+                    self._draw, drawn, self._sampler.draws(row_ids, positions + number + 2)
+                )
+            found.append(self._chosen(outputs, draw))
             if number < num_drafts - 1:
                 rows = head.rows(found[-1], outputs.states)
         return torch.stack(found, dim=1)
+
+    def _draw(self, drawn: IntArray, draws: Draws, scores: torch.Tensor) -> torch.Tensor:
+        """Return local maxima, with noise for the rows `drawn`; `draws` are those of all rows."""
+        maxima = self._choice.local_maxima(scores, 0)
+        maxima[torch.from_numpy(drawn)] = self._choice.drawn_maxima(
+            scores, drawn, draws.of_rows(drawn), 0
+        )
+        return maxima
 
 
 class DeviceDrafting(Drafting):
@@ -149,12 +178,12 @@ class DeviceDrafting(Drafting):
         kv_cache: torch.Tensor,
         *,
         batch: InputBatch,
-        choice: Choice,
+        sampler: Sampler,
         builder: GpuMetadataBuilder,
         max_num_rows: int,
         max_num_drafts: int,
     ) -> None:
-        super().__init__(head, taps, kv_cache, batch=batch, choice=choice)
+        super().__init__(head, taps, kv_cache, batch=batch, sampler=sampler)
         self._builder = builder
         device = kv_cache.device
         self._positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
@@ -170,6 +199,8 @@ class DeviceDrafting(Drafting):
             for is_pinned in [device.type == "cuda"] * _NUM_OUTPUTS
         ]
         self._turn = 0
+        self._uploader = Uploader(device)
+        self._firsts: IntArray
 
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
         del metadata
@@ -190,7 +221,8 @@ class DeviceDrafting(Drafting):
         decodes.place(0)
         if inputs.logits_indices is not None:
             indices = inputs.logits_indices.index_select(0, indices)
-        found = self._passes(rows.select(indices), decodes, num_drafts)
+        draws = self._draws(inputs.sampled_rows[self._firsts])
+        found = self._passes(rows.select(indices), decodes, draws, num_drafts)
         output = self._outputs[self._turn][: num_rows * num_drafts]
         self._turn = (self._turn + 1) % len(self._outputs)
         copy_from_host(output, found.view(-1))
@@ -205,6 +237,7 @@ class DeviceDrafting(Drafting):
         else:
             chains = Chains(draft_ids)
             firsts, ends = chains.firsts, chains.firsts + chains.lengths
+        self._firsts = firsts
         num_slots, tables = self._batch.draft_tables(inputs.sampled_rows[firsts])
         num_rows, width = tables.shape
         parts = draft_ids, firsts, ends, num_slots, tables.reshape(-1).view(np.int64)
@@ -221,14 +254,38 @@ class DeviceDrafting(Drafting):
 
         return find_last_tokens(token_ids, drafts, first, end)
 
-    def _passes(self, rows: HeadRows, decodes: DraftDecodes, num_drafts: int) -> torch.Tensor:
+    def _draws(self, rows: IntArray) -> _DeviceDraws | None:
+        """Return how these rows of the batch draw tokens, or None if no row does."""
+        if not len(drawn := self._sampler.random_rows(rows)):
+            return None
+        # The keys follow from the positions, which only the device knows.
+        draws = self._sampler.draws(rows, np.zeros_like(rows))
+        order, parameters = upload_draws(self._uploader, np.arange(len(rows)), draws)
+        is_drawn = np.zeros(len(rows), dtype=np.int64)
+        is_drawn[drawn] = 1
+        starts, flags = self._uploader.upload(
+            np.stack((self._sampler.generator_starts(rows), is_drawn))
+        )
+        return _DeviceDraws(
+            choice=self._choice,
+            starts=starts,
+            is_drawn=flags.bool(),
+            order=order,
+            parameters=parameters,
+            positions=self._positions[: len(rows)],
+        )
+
+    def _passes(
+        self, rows: HeadRows, decodes: DraftDecodes, draws: _DeviceDraws | None, num_drafts: int
+    ) -> torch.Tensor:
         """Return the drafts, `[num_rows, num_drafts]`; the first token of each is placed."""
         head, found = self._head, list[torch.Tensor]()
         attention = _DeviceAttention(decodes)
         for number in range(num_drafts):
             rotation = head.rotation(decodes.places)
             outputs = head.outputs(rows, head.attend(rows, rotation, attention))
-            found.append(self._chosen(outputs))
+            draw = None if draws is None else partial(draws.draw, number)
+            found.append(self._chosen(outputs, draw))
             if number < num_drafts - 1:
                 decodes.place(number + 1)
                 rows = head.rows(found[-1], outputs.states)
@@ -248,6 +305,32 @@ class DeviceDrafting(Drafting):
                 memory=self._memory,
             )
         return decodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _DeviceDraws:
+    """How rows draw drafts, with the positions of their last tokens on the device."""
+
+    choice: Choice
+    starts: torch.Tensor
+    """The starts of their generators, `[num_rows]` int64."""
+    is_drawn: torch.Tensor
+    """Whether a row draws, `[num_rows]`; others take the likeliest tokens."""
+    order: torch.Tensor
+    """The indices of the rows, int64."""
+    parameters: torch.Tensor
+    """As in `choose_unfiltered`."""
+    positions: torch.Tensor
+
+    def draw(self, number: int, scores: torch.Tensor) -> torch.Tensor:
+        """Return the local maxima of the draft `number` of each row."""
+        from attention.kernels.triton.choice import local_maxima
+        from attention.kernels.triton.draft_rows import key_drafts
+
+        keys = self.parameters[-1].view(torch.int64)
+        key_drafts(keys, starts=self.starts, positions=self.positions, number=number + 2)
+        drawn = local_maxima(scores, self.order, 0, self.parameters)
+        return torch.where(self.is_drawn, drawn, self.choice.local_maxima(scores, 0))
 
 
 class _DeviceAttention(StepAttention):

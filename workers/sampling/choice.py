@@ -68,7 +68,7 @@ class Draws:
         """The factor of scores, 1 / temperature."""
         return (1.0 / self.temperature).astype(np.float32)
 
-    def of_rows(self, rows: slice) -> Draws:
+    def of_rows(self, rows: slice | IntArray) -> Draws:
         """Return how the tokens of these rows are drawn."""
         return Draws(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 

@@ -26,7 +26,7 @@ from workers.sampling.choice import Choice, Draws, IntArray, select_rows, upload
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["TorchChoice", "TritonChoice", "Uploader"]
+__all__ = ["TorchChoice", "TritonChoice", "Uploader", "upload_draws"]
 
 # Up to here selecting the first tokens is cheaper than sorting all.
 MOST_SELECTED = 1024
@@ -71,18 +71,18 @@ class TritonChoice(Choice):
         """Return the local maxima of scores over temperatures with noise, `[len(indices)]`."""
         if not scores.shape[1]:
             return super().local_maxima(scores[: len(indices)], first_id)
-        order, parameters = _parameters(self._uploader, indices, draws)
+        order, parameters = upload_draws(self._uploader, indices, draws)
         return local_maxima(scores, order, first_id, parameters)
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""
-        return choose_unfiltered(scores, *_parameters(self._uploader, indices, draws))
+        return choose_unfiltered(scores, *upload_draws(self._uploader, indices, draws))
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn after min_p, top_k and top_p."""
         return choose_filtered(
             scores,
-            *_parameters(self._uploader, indices, draws),
+            *upload_draws(self._uploader, indices, draws),
             capacity=self._capacity,
             sample_size=self._sample_size,
         )
@@ -98,7 +98,7 @@ class TritonChoice(Choice):
         return self._order[: len(scores)]
 
 
-def _parameters(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
+def upload_draws(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
     """Return the indices and the kernels' parameters of the draws, in a single copy."""
     with np.errstate(divide="ignore"):
         floor = draws.temperature * np.log(draws.min_p)

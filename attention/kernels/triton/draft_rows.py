@@ -13,8 +13,9 @@ from attention.kernels.arguments import NUM_ITEM_WORDS
 from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["find_last_tokens", "place_drafts"]
+__all__ = ["find_last_tokens", "key_drafts", "place_drafts"]
 
+_TILE = 128
 _MOST_DRAFTS = 64
 """Drafts of a chain that are compared at a time."""
 
@@ -102,8 +103,34 @@ def _place_drafts(
     tl.store(item + 3, zeros + num_parts.to(tl.int32), mask=is_part)
 
 
+@triton.jit(do_not_specialize=["number", "num_rows"])
+def _key_drafts(
+    keys: tl.tensor,
+    starts: tl.tensor,
+    positions: tl.tensor,
+    number: tl.tensor,
+    num_rows: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Compute the keys of `tile` rows.
+
+    Launched by `key_drafts`; grid `(tiles of rows,)`. Pointers, all int64: keys, starts, positions
+    `[num_rows]`.
+    """
+    rows = tl.program_id(0) * tile + tl.arange(0, tile)
+    is_row = rows < num_rows
+    places = tl.load(positions + rows, mask=is_row, other=0) + number
+    words = tl.load(starts + rows, mask=is_row, other=0).to(tl.uint64, bitcast=True)
+    words += places.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    words = (words ^ (words >> 30)) * 0xBF58476D1CE4E5B9
+    words = (words ^ (words >> 27)) * 0x94D049BB133111EB
+    words = words ^ (words >> 31)
+    tl.store(keys + rows, words.to(tl.int64, bitcast=True), mask=is_row)
+
+
 _FIND_LAST_TOKENS = KernelLauncher(_find_last_tokens)
 _PLACE_DRAFTS = KernelLauncher(_place_drafts)
+_KEY_DRAFTS = KernelLauncher(_key_drafts)
 
 
 def find_last_tokens(
@@ -152,4 +179,21 @@ def place_drafts(
         (block_size, tile_keys, max_parts, next_power_of_two(max_parts), NUM_ITEM_WORDS),
         (tables.stride(0), number, last_position),
         num_warps=1,
+    )
+
+
+def key_drafts(
+    keys: torch.Tensor, *, starts: torch.Tensor, positions: torch.Tensor, number: int
+) -> None:
+    """Write the keys of noise, as `noise_keys` returns them, `number` positions behind `positions`.
+
+    All are int64 `[num_rows]`; `starts` are the starts of generators.
+    """
+    num_rows = len(keys)
+    _KEY_DRAFTS.launch(
+        (triton.cdiv(num_rows, _TILE), 1, 1),
+        (keys, starts, positions),
+        (_TILE,),
+        (number, num_rows),
+        num_warps=4,
     )

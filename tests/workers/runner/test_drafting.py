@@ -175,7 +175,7 @@ def on_device(rank: Rank) -> None:
         worker._taps,
         runner._cache.device_pool,
         batch=runner._batch,
-        choice=runner._sampler.choice,
+        sampler=runner._sampler,
         builder=builder,
         max_num_rows=8,
         max_num_drafts=NUM_DRAFTS,
