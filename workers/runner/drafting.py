@@ -8,7 +8,7 @@ pass of the head after the other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,6 +19,7 @@ from attention.gpu.batch import PinnedRing, copy_from_host
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.draft_decodes import DraftDecodes
 from workers.models.self_attention import CachedAttention, HeadInputs, StepAttention
+from workers.sampling.choice import Choice
 from workers.sampling.device_choice import Uploader, upload_draws
 from workers.sampling.edits import Chains
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from workers.models.draft_head import DraftHead, HeadOutputs, HeadRows, Taps
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.sampler import Sampler
-    from workers.sampling.choice import Choice, Draws, IntArray
+    from workers.sampling.choice import Draws, IntArray
 
 __all__ = ["DeviceDrafting", "Drafting", "HostDrafting"]
 
@@ -199,6 +200,7 @@ class DeviceDrafting(Drafting):
             for is_pinned in [device.type == "cuda"] * _NUM_OUTPUTS
         ]
         self._turn = 0
+        self._max_num_drafts = max_num_drafts
         self._uploader = Uploader(device)
         self._firsts: IntArray
 
@@ -252,7 +254,7 @@ class DeviceDrafting(Drafting):
         # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.draft_rows import find_last_tokens
 
-        return find_last_tokens(token_ids, drafts, first, end)
+        return find_last_tokens(token_ids, drafts, first, end, max_num_drafts=self._max_num_drafts)
 
     def _draws(self, rows: IntArray) -> _DeviceDraws | None:
         """Return how these rows of the batch draw tokens, or None if no row does."""
@@ -260,9 +262,11 @@ class DeviceDrafting(Drafting):
             return None
         # The keys follow from the positions, which only the device knows.
         draws = self._sampler.draws(rows, np.zeros_like(rows))
-        order, parameters = upload_draws(self._uploader, np.arange(len(rows)), draws)
         is_drawn = np.zeros(len(rows), dtype=np.int64)
         is_drawn[drawn] = 1
+        # Parameters of other rows are not used, but must be numbers.
+        draws = replace(draws, temperature=np.where(is_drawn, draws.temperature, 1.0))
+        order, parameters = upload_draws(self._uploader, np.arange(len(rows)), draws)
         starts, flags = self._uploader.upload(
             np.stack((self._sampler.generator_starts(rows), is_drawn))
         )

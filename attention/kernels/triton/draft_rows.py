@@ -16,8 +16,6 @@ from attention.kernels.triton.tuning import next_power_of_two
 __all__ = ["find_last_tokens", "key_drafts", "place_drafts"]
 
 _TILE = 128
-_MOST_DRAFTS = 64
-"""Drafts of a chain that are compared at a time."""
 
 
 @triton.jit
@@ -37,19 +35,11 @@ def _find_last_tokens(
     sequence = tl.program_id(0)
     first = tl.load(firsts + sequence)
     last = tl.load(ends + sequence) - 1
-    while_right = first
-    is_right = True
-    # Chains are rarely longer than a tile.
-    for begin in range(first, last, tile):
-        places = begin + tl.arange(0, tile)
-        is_draft = places < last
-        sampled = tl.load(token_ids + places, mask=is_draft, other=0)
-        drafts = tl.load(draft_ids + places + 1, mask=is_draft, other=-2)
-        wrong = tl.min(tl.where(is_draft & (sampled == drafts), last, tl.minimum(places, last)), 0)
-        if is_right:
-            while_right = tl.minimum(wrong, begin + tile)
-        is_right = is_right & (wrong >= tl.minimum(begin + tile, last))
-    tl.store(indices + sequence, while_right)
+    places = first + tl.arange(0, tile)
+    is_draft = places < last
+    sampled = tl.load(token_ids + places, mask=is_draft, other=0)
+    drafts = tl.load(draft_ids + places + 1, mask=is_draft, other=0)
+    tl.store(indices + sequence, tl.min(tl.where(is_draft & (sampled != drafts), places, last), 0))
 
 
 @triton.jit(do_not_specialize=["table_stride", "number", "last_position"])
@@ -134,17 +124,23 @@ _KEY_DRAFTS = KernelLauncher(_key_drafts)
 
 
 def find_last_tokens(
-    token_ids: torch.Tensor, draft_ids: torch.Tensor, firsts: torch.Tensor, ends: torch.Tensor
+    token_ids: torch.Tensor,
+    draft_ids: torch.Tensor,
+    firsts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    max_num_drafts: int,
 ) -> torch.Tensor:
     """Return the index of the token behind the last right draft of each sequence.
 
     All are int64. `token_ids`, `[num_sampled]`, are sampled tokens, and `draft_ids` the drafts that
-    they were sampled behind, -1 for none. The tokens of a sequence are from `firsts` to before
-    `ends`, `[num_sequences]` each.
+    they were sampled behind, -1 for none. The tokens of a sequence, at most one more than
+    `max_num_drafts`, are from `firsts` to before `ends`, `[num_sequences]` each.
     """
     tensors = (torch.empty_like(firsts), token_ids, draft_ids, firsts, ends)
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors)
-    _FIND_LAST_TOKENS.launch((len(firsts), 1, 1), tensors, (_MOST_DRAFTS,), num_warps=1)
+    tile = next_power_of_two(max_num_drafts)
+    _FIND_LAST_TOKENS.launch((len(firsts), 1, 1), tensors, (tile,), num_warps=1)
     return tensors[0]
 
 

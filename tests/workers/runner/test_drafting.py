@@ -30,6 +30,7 @@ from pagedray.errors import CheckpointError
 from pagedray.sampling_params import SamplingParams
 from tests.attention.shared_backend import SharedBackend
 from tests.workers.draft_reference import (
+    Choose,
     Eagle3Reference,
     drafts_of,
     random_eagle3_folder,
@@ -40,6 +41,7 @@ from workers.models.families.draft_heads import read_draft_head
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.runner.drafting import DeviceDrafting
+from workers.sampling.noise import generator_start, noise, noise_keys
 
 TARGET = Path(__file__).parents[3] / "examples" / "tiny-llama"
 BLOCK_SIZE = 4
@@ -58,14 +60,28 @@ def likeliest(logits: Tensor, position: int) -> int:
     return int(logits.argmax())
 
 
-def expected_drafts(folder: Path, token_ids: list[int], number: int = NUM_DRAFTS) -> list[int]:
+def drawn(seed: int, temperature: float) -> Choose:
+    """Return a choice by scores with the noise of a request with this seed."""
+    start = np.array([generator_start(seed, 0)], dtype=np.uint64)
+    ids = torch.arange(3072)
+
+    def choose(logits: Tensor, position: int) -> int:
+        key = torch.from_numpy(noise_keys(start, np.array([position])))
+        return int((logits / temperature + noise(key, ids)[0]).argmax())
+
+    return choose
+
+
+def expected_drafts(
+    folder: Path, token_ids: list[int], choose: Choose = likeliest, number: int = NUM_DRAFTS
+) -> list[int]:
     """Return the drafts that follow these tokens."""
     embedding = target().get_input_embeddings().weight.detach()
     head = Eagle3Reference(folder, embedding)
     with torch.inference_mode():
         known = torch.tensor([token_ids[:-1]])
         states = target()(known, output_hidden_states=True).hidden_states
-        return drafts_of(head, [one[0] for one in states], token_ids, number, likeliest)
+        return drafts_of(head, [one[0] for one in states], token_ids, number, choose)
 
 
 def continued(token_ids: list[int], number: int) -> list[int]:
@@ -137,8 +153,15 @@ class Rank:
         self.worker.close()
 
 
-def start(row: int, tokens: list[int], blocks: list[int]) -> SequenceStart:
-    return SequenceStart(row, pack_token_ids(tokens), len(tokens), blocks, GREEDY, 0, 0)
+def start(
+    row: int,
+    tokens: list[int],
+    blocks: list[int],
+    sampling: SamplingParams = GREEDY,
+    *,
+    seed: int = 0,
+) -> SequenceStart:
+    return SequenceStart(row, pack_token_ids(tokens), len(tokens), blocks, sampling, seed, 0)
 
 
 def drafts(output: StepOutput) -> list[list[int]]:
@@ -226,6 +249,47 @@ def test_drafts_follow_prompts_and_chains(
     for tokens, token in zip(known, output.token_ids, strict=True):
         tokens.append(token)
     assert drafts(output) == [expected_drafts(folder, tokens) for tokens in known]
+    rank.close()
+
+
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+def test_drafts_of_random_rows_have_the_noise_of_the_target(
+    is_on_device: bool, tmp_path: Path
+) -> None:
+    folder = original_folder(tmp_path / "head")
+    rank = Rank(folder)
+    if is_on_device:
+        on_device(rank)
+    rng = np.random.default_rng(2)
+    known = [rng.integers(2, 2000, 7).tolist() for _ in range(3)]
+    temperatures, seeds = (0.7, 0.0, 1.2), (5, 6, -7)
+    starts = [
+        start(
+            row,
+            tokens,
+            [4 * row, 4 * row + 1],
+            SamplingParams(temperature=temperature, max_tokens=50, top_p=0.9),
+            seed=seed,
+        )
+        for row, (tokens, temperature, seed) in enumerate(
+            zip(known, temperatures, seeds, strict=True)
+        )
+    ]
+    chooses = [drawn(5, 0.7), likeliest, drawn(-7, 1.2)]
+    grown = Decodes.pack((), (), (0, 1, 2), (2, 6, 10))
+    chunks = [SequencePlan(row, 0, 7, True) for row in range(3)]
+    plans: list[dict[str, Any]] = [  # Any: fields of a plan
+        {"chunks": chunks, "starts": starts, "decodes": grown},
+        {"chunks": [], "decodes": Decodes.pack([0, 1, 2], [7, 7, 7], (0, 1, 2), (3, 7, 11))},
+    ]
+    for plan in plans:
+        output = rank.launch(num_drafts=NUM_DRAFTS, **plan)
+        for tokens, token in zip(known, output.token_ids, strict=True):
+            tokens.append(token)
+        assert drafts(output) == [
+            expected_drafts(folder, tokens, choose)
+            for tokens, choose in zip(known, chooses, strict=True)
+        ]
     rank.close()
 
 

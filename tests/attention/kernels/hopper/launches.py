@@ -23,6 +23,7 @@ from attention.kernels.arguments import (
 from attention.kernels.triton.causal_conv import causal_conv
 from attention.kernels.triton.chunk_attention import paged_attention
 from attention.kernels.triton.delta_rule import delta_rule
+from attention.kernels.triton.draft_rows import find_last_tokens, key_drafts, place_drafts
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gated_activation import quantized_gated
@@ -404,6 +405,26 @@ def recurrent(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         selective_scan(x, groups[:, 0], groups[:, 1], scan_gates, scan_states, segments)
 
 
+def drafts() -> None:
+    for num_rows in (1, 8):
+        numbers = tensor(num_rows, dtype=torch.int64)
+        chosen = tensor(num_rows * 5, dtype=torch.int64)
+        find_last_tokens(chosen, chosen, numbers, numbers, max_num_drafts=4)
+        key_drafts(numbers, starts=numbers, positions=numbers, number=2)
+        place_drafts(
+            numbers,
+            numbers,
+            tensor(num_rows * 33, 2 * NUM_ITEM_WORDS, dtype=INT),
+            positions=numbers,
+            num_slots=numbers,
+            tables=tensor(num_rows, 128, dtype=INT),
+            number=2,
+            last_position=8191,
+            block_size=16,
+            tile_keys=64,
+        )
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "experts": partial(experts, BF16),
     "experts float16": partial(experts, torch.float16),
@@ -432,6 +453,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         attention, has_sinks=True, head_size=64, num_heads=64, window_left=127
     ),
     "rows": rows,
+    "drafts": drafts,
     "sums over ranks": sums_over_ranks,
     "recurrent": partial(recurrent, BF16, torch.float32),
     "recurrent bfloat16": partial(recurrent, BF16, BF16),
