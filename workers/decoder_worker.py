@@ -352,11 +352,11 @@ class DecoderWorker(Worker):
             batch=batch,
             sampler=sampler,
             progress=self._group.progress,
-            drafting=self._make_drafting(cache, batch, sampler),
+            drafting=self._make_drafting(cache, batch, sampler, sizes),
         )
 
     def _make_drafting(
-        self, cache: KVCache, batch: InputBatch, sampler: Sampler
+        self, cache: KVCache, batch: InputBatch, sampler: Sampler, sizes: GraphSizes
     ) -> Drafting | None:
         """Return the draft head on a cache, if there is one."""
         if self._head is None or self._taps is None:
@@ -366,6 +366,8 @@ class DecoderWorker(Worker):
         if self._device.type == "cpu":
             return HostDrafting(head, taps, pool, batch=batch, sampler=sampler, builder=builder)
         assert isinstance(builder, GpuMetadataBuilder)
+        # Ranks would have to capture between the same two steps.
+        has_graphs = sizes.decodes and self._group.size == 1
         assert self._config.speculation is not None
         return DeviceDrafting(
             head,
@@ -376,6 +378,7 @@ class DecoderWorker(Worker):
             builder=builder,
             max_num_rows=self._config.max_num_seqs,
             max_num_drafts=self._config.speculation.num_speculative_tokens,
+            graphs=torch.cuda.graph_pool_handle() if has_graphs else None,
         )
 
     def _make_forward_pass(

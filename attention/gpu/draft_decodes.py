@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["DraftDecodes"]
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_MOST_PARTS = 64
 
 
 class DraftDecodes:
@@ -43,6 +42,8 @@ class DraftDecodes:
 
         Others that are launched on the same stream may share `memory`.
         """
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.draft_rows import MOST_PARTS
         from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 
         params, _ = builder.layer(layer_index)
@@ -68,7 +69,7 @@ class DraftDecodes:
             v_scale=self._cache.v_scale,
         )
         programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
-        parts = max(1, min(_MOST_PARTS, programs // (num_rows * params.num_kv_heads)))
+        parts = max(1, min(MOST_PARTS, programs // (num_rows * params.num_kv_heads)))
         num_parts = num_rows * parts
         words = torch.empty((num_parts, 2 * NUM_ITEM_WORDS), dtype=torch.int32, device=device)
         size = num_parts * params.num_heads * (params.head_size + 1)

@@ -77,6 +77,10 @@ class HeadRows:
             self.normed.index_select(0, indices), self.residual.index_select(0, indices)
         )
 
+    def first(self, number: int) -> HeadRows:
+        """Return the first rows, in the same memory."""
+        return HeadRows(self.normed[:number], self.residual[:number])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadOutputs:
@@ -142,6 +146,7 @@ class DraftHead(CompositeLayer):
         size, eps, prefix = layer.hidden_size, layer.norm_eps, layer.names.decoder_layer.format(0)
         num_taps = len(config.tapped_layers)
         self.config = config
+        self.dtype = place.dtype
         self._group = place.group
         self._all_taps_norm: RMSNorm | None = None
         self._fused_norms: _FusedNorms

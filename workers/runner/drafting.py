@@ -8,17 +8,20 @@ pass of the head after the other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from attention.gpu.batch import PinnedRing, copy_from_host
+from attention.gpu.batch import PinnedRing, copy_from_host, copy_to_host
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.draft_decodes import DraftDecodes
+from workers.models.draft_head import HeadRows
 from workers.models.self_attention import CachedAttention, HeadInputs, StepAttention
+from workers.runner.decode_graphs import graph_batch_sizes
 from workers.sampling.choice import Choice
 from workers.sampling.device_choice import Uploader, upload_draws
 from workers.sampling.edits import Chains
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.gpu.metadata import GpuMetadataBuilder
     from attention.layer import Attention
-    from workers.models.draft_head import DraftHead, HeadOutputs, HeadRows, Taps
+    from workers.models.draft_head import DraftHead, HeadOutputs, Taps
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.sampler import Sampler
     from workers.sampling.choice import Draws, IntArray
@@ -183,7 +186,9 @@ class DeviceDrafting(Drafting):
         builder: GpuMetadataBuilder,
         max_num_rows: int,
         max_num_drafts: int,
+        graphs: Any = None,  # Any: torch does not export the type
     ) -> None:
+        """`graphs` is the memory of CUDA graphs of all passes; None launches each kernel."""
         super().__init__(head, taps, kv_cache, batch=batch, sampler=sampler)
         self._builder = builder
         device = kv_cache.device
@@ -200,6 +205,9 @@ class DeviceDrafting(Drafting):
             for is_pinned in [device.type == "cuda"] * _NUM_OUTPUTS
         ]
         self._turn = 0
+        self._graphs = None
+        if graphs is not None:
+            self._graphs = _PassGraphs(self._passes, graphs, head, max_num_rows, device)
         self._max_num_drafts = max_num_drafts
         self._uploader = Uploader(device)
         self._firsts: IntArray
@@ -219,15 +227,23 @@ class DeviceDrafting(Drafting):
         torch.sub(
             inputs.sampled_places[1].index_select(0, indices), 1, out=self._positions[:num_rows]
         )
-        decodes = self._decodes_of(num_rows)
+        draws = self._draws(inputs.sampled_rows[self._firsts])
+        size = num_rows
+        if self._graphs is not None and draws is None:
+            size = self._graphs.padded(num_rows)
+            self._num_slots[num_rows:size].zero_()
+        decodes = self._decodes_of(size)
         decodes.place(0)
         if inputs.logits_indices is not None:
             indices = inputs.logits_indices.index_select(0, indices)
-        draws = self._draws(inputs.sampled_rows[self._firsts])
-        found = self._passes(rows.select(indices), decodes, draws, num_drafts)
+        rows = rows.select(indices)
+        if self._graphs is not None and draws is None:
+            found = self._graphs.run(rows, decodes, num_drafts)
+        else:
+            found = self._passes(rows, decodes, draws, num_drafts)
         output = self._outputs[self._turn][: num_rows * num_drafts]
         self._turn = (self._turn + 1) % len(self._outputs)
-        copy_from_host(output, found.view(-1))
+        copy_to_host(output, found.view(-1))
         return output.view(num_rows, num_drafts)
 
     def _begin(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
@@ -335,6 +351,66 @@ class _DeviceDraws:
         key_drafts(keys, starts=self.starts, positions=self.positions, number=number + 2)
         drawn = local_maxima(scores, self.order, 0, self.parameters)
         return torch.where(self.is_drawn, drawn, self.choice.local_maxima(scores, 0))
+
+
+class _PassGraphs:
+    """The passes of drafts as CUDA graphs, by number of rows and drafts.
+
+    Passes of a number run once before they are captured.
+    """
+
+    def __init__(
+        self,
+        passes: Callable[[HeadRows, DraftDecodes, None, int], torch.Tensor],
+        pool: Any,  # Any: torch does not export the type
+        head: DraftHead,
+        max_num_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._passes = passes
+        self._pool = pool
+        self._sizes = graph_batch_sizes(max_num_rows)
+        size, dtype = head.config.layer.hidden_size, head.dtype
+        self._rows = HeadRows(
+            torch.zeros(max_num_rows, 2 * size, dtype=dtype, device=device),
+            torch.zeros(max_num_rows, size, dtype=dtype, device=device),
+        )
+        self._stream = torch.cuda.Stream(device)
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
+
+    def padded(self, num_rows: int) -> int:
+        """Return the number of rows that a graph for these rows has."""
+        place = bisect_left(self._sizes, num_rows)
+        return self._sizes[place] if place < len(self._sizes) else num_rows
+
+    def run(self, rows: HeadRows, decodes: DraftDecodes, num_drafts: int) -> torch.Tensor:
+        """Return the drafts, `[num_rows, num_drafts]`; the next run overwrites them."""
+        num_rows, size = len(rows.residual), len(decodes.places)
+        static = self._rows.first(size)
+        static.normed[:num_rows].copy_(rows.normed)
+        static.residual[:num_rows].copy_(rows.residual)
+        key = size, num_drafts
+        if key not in self._captured:
+            self._captured[key] = None
+            return self._passes(static, decodes, None, num_drafts)[:num_rows]
+        captured = self._captured[key]
+        if captured is None:
+            # The capture runs nothing.
+            captured = self._captured[key] = self._capture(static, decodes, num_drafts)
+        graph, found = captured
+        graph.replay()
+        return found[:num_rows]
+
+    def _capture(
+        self, rows: HeadRows, decodes: DraftDecodes, num_drafts: int
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"
+        ):
+            found = self._passes(rows, decodes, None, num_drafts)
+        return graph, found
 
 
 class _DeviceAttention(StepAttention):

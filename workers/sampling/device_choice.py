@@ -31,6 +31,8 @@ __all__ = ["TorchChoice", "TritonChoice", "Uploader", "upload_draws"]
 # Up to here selecting the first tokens is cheaper than sorting all.
 MOST_SELECTED = 1024
 
+_NUM_ORDERED = 1024
+"""Rows up to which the indices of rows are made at once."""
 _NUM_BUFFERS = 32
 """More than the uploads of two steps: the host may be one step ahead of the device."""
 _WORD_BYTES = 8
@@ -48,6 +50,7 @@ class TritonChoice(Choice):
         self._sample_size = sample_size
         self._sorting = TorchChoice()
         self._order = torch.empty(0, dtype=torch.int64, device=uploader.device)
+        self._orders: list[Tensor] = []
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the most likely tokens."""
@@ -94,7 +97,10 @@ class TritonChoice(Choice):
     def _in_order(self, scores: Tensor) -> Tensor:
         """Return the indices of all rows, which are made once."""
         if len(self._order) < len(scores):
-            self._order = torch.arange(len(scores), device=self._uploader.device)
+            size = max(len(scores), _NUM_ORDERED)
+            self._order = torch.arange(size, device=self._uploader.device)
+            # Captured graphs read the indices that they were captured with.
+            self._orders.append(self._order)
         return self._order[: len(scores)]
 
 

@@ -13,8 +13,10 @@ from attention.kernels.arguments import NUM_ITEM_WORDS
 from attention.kernels.triton.kernel_launcher import KernelLauncher
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["find_last_tokens", "key_drafts", "place_drafts"]
+__all__ = ["MOST_PARTS", "find_last_tokens", "key_drafts", "place_drafts"]
 
+MOST_PARTS = 64
+"""The most programs that attend for a row and KV head; a power of two."""
 _TILE = 128
 
 
@@ -42,7 +44,7 @@ def _find_last_tokens(
     tl.store(indices + sequence, tl.min(tl.where(is_draft & (sampled != drafts), places, last), 0))
 
 
-@triton.jit(do_not_specialize=["table_stride", "number", "last_position"])
+@triton.jit(do_not_specialize=["table_stride", "number", "last_position", "max_parts"])
 def _place_drafts(
     places: tl.tensor,
     slots: tl.tensor,
@@ -53,9 +55,9 @@ def _place_drafts(
     table_stride: tl.tensor,
     number: tl.tensor,
     last_position: tl.tensor,
+    max_parts: tl.tensor,
     block_size: tl.constexpr,
     tile_keys: tl.constexpr,
-    max_parts: tl.constexpr,
     padded_parts: tl.constexpr,
     num_item_words: tl.constexpr,
 ) -> None:
@@ -163,17 +165,18 @@ def place_drafts(
     int64; `places` are at most `last_position`. Rows have blocks of `num_slots` tokens, `tables`
     `[num_rows, width]` int32; a draft without a block gets slot -1, and sees these tokens alone. A
     row without slots is padding, and has no items.
-    `words` is that of `DecodeItems`, with as many items for each row.
+    `words` is that of `DecodeItems`, with as many items for each row, at most `MOST_PARTS`.
     """
     num_rows = len(positions)
     max_parts = len(words) // num_rows
     assert words.shape == (num_rows * max_parts, 2 * NUM_ITEM_WORDS)
     assert words.dtype == tables.dtype == torch.int32
+    assert max_parts <= MOST_PARTS
     _PLACE_DRAFTS.launch(
         (num_rows, 1, 1),
         (places, slots, words, positions, num_slots, tables),
-        (block_size, tile_keys, max_parts, next_power_of_two(max_parts), NUM_ITEM_WORDS),
-        (tables.stride(0), number, last_position),
+        (block_size, tile_keys, MOST_PARTS, NUM_ITEM_WORDS),
+        (tables.stride(0), number, last_position, max_parts),
         num_warps=1,
     )
 
