@@ -130,10 +130,13 @@ def main() -> None:
 def _save_head(folder: Path, options: argparse.Namespace) -> str:
     """Write the configuration of a draft head, without weights; return its folder."""
     folder.mkdir()
+    last = SHAPES[options.shape]["num_hidden_layers"] - 1
+    tapped = [min(2, last), last // 2, max(last - 2, 0)]
     shape = SHAPES[options.shape] | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": options.draft_vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": tapped},
     }
     (folder / "config.json").write_text(json.dumps(shape))
     return str(folder)

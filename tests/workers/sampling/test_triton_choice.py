@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workers.sampling.choice import Choice, Draws
-from workers.sampling.device_choice import TorchChoice, TritonChoice, Uploader, _parameters
+from workers.sampling.device_choice import TorchChoice, TritonChoice, Uploader, upload_draws
 from workers.sampling.noise import noise
 from workers.sampling.numpy_choice import NumpyChoice
 
@@ -288,7 +288,7 @@ def test_tokens_depend_on_no_other_row() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_kernels_see_one_alignment(num_rows: int) -> None:
     draws = make_draws(num_rows, 50, seed=0)
-    indices, parameters = _parameters(Uploader(DEVICE), np.arange(num_rows), draws)
+    indices, parameters = upload_draws(Uploader(DEVICE), np.arange(num_rows), draws)
     assert (parameters.data_ptr() - indices.data_ptr()) % 16 == 0
     assert indices.tolist() == list(range(num_rows))
     assert parameters[1].tolist() == draws.top_k.tolist()
