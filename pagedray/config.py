@@ -44,7 +44,7 @@ PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
-SpeculationMethod = Literal["ngram", "suffix", "eagle3"]
+SpeculationMethod = Literal["ngram", "suffix", "eagle3", "mtp"]
 
 
 MOST_SPARE_STATES = 8
@@ -212,7 +212,8 @@ class SpeculationConfig:
     method: SpeculationMethod = "ngram"
     """`ngram` guesses that a sequence goes on as after an earlier occurrence of its last tokens.
     `suffix` also looks for these in past answers of the tenant.
-    `eagle3` has a draft head guess from the hidden states of the model."""
+    `eagle3` has a draft head guess from the hidden states of the model, and `mtp` the layer of the
+    model that predicts several tokens."""
     prompt_lookup_min: int = 2
     """Minimum number of these tokens."""
     prompt_lookup_max: int = 4
@@ -300,7 +301,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None
     """None computes one token of a sequence after the other."""
     draft_head: DraftHeadConfig | None = None
-    """The draft head on the ranks, which the speculation needs for the method `eagle3`."""
+    """The draft head on the ranks, which the methods `eagle3` and `mtp` need."""
     load_format: LoadFormat = "auto"
     """`dummy` initializes random weights and reads no tensor."""
     attention_backend: str = "auto"

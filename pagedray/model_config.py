@@ -25,6 +25,7 @@ __all__ = [
     "LayerHeads",
     "LongContext",
     "ModelConfig",
+    "MtpLayer",
     "Multipliers",
     "NormKind",
     "RecurrentConfig",
@@ -314,6 +315,28 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayer:
+    """The names of a layer of multi-token prediction (MTP) in a checkpoint, and its inputs.
+
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
+    """
+
+    decoder_layer: str
+    """Prefix of the layer, for its index, as in `TensorNames`."""
+    token_norm: str
+    """The norm of embeddings."""
+    state_norm: str
+    """The norm of states."""
+    projection: str
+    """Maps both to the input of the layer."""
+    last_norm: str
+    puts_state_first: bool = False
+    """Whether the state precedes the embedding in the input of the projection."""
+    reads_normed: bool = True
+    """Whether states of the target are behind its last norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModule:
     """A linear layer that follows the pooling of a sentence-transformers checkpoint."""
 
@@ -394,6 +417,8 @@ class ModelConfig:
     """
     text_tensors: TextTensors | None = None
     """How tensors are stored; None is by `names`, without other tensors."""
+    mtp: MtpLayer | None = None
+    """The layer of the checkpoint that can draft tokens, or None."""
     norm_kind: NormKind = "rms"
     norm_eps: float = 1e-6
     has_norm_bias: bool = False
@@ -611,7 +636,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftHeadConfig:
-    """A decoder layer that drafts tokens from hidden states of a target, as in EAGLE-3.
+    """A decoder layer that drafts tokens from hidden states of a target: EAGLE-3 or MTP.
 
     Y. Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
     Training-Time Test", 2025.
@@ -622,7 +647,10 @@ class DraftHeadConfig:
     draft_vocab_size: int
     """The number of tokens that the head can draft."""
     tapped_layers: tuple[int, ...]
-    """The layers of the target with the inputs that the head reads."""
+    """The layers of the target with the inputs that the head reads; `num_layers` is the input of
+    the last norm."""
+    mtp: MtpLayer | None = None
+    """The names of an MTP layer; None is a head of EAGLE-3, which the later fields describe."""
     norms_all_taps: bool = False
     """Whether one norm is over the inputs of all tapped layers."""
     norms_each_tap: bool = False

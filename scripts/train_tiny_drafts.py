@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ NUM_WINDOWS = 16
 PEAK_LEARNING_RATE = 1.5e-3
 NUM_WARMUP_STEPS = 50
 END_IDS = (0, 1)
+
+TARGET_FILE, MTP_FILE = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 
 Keys = list[tuple[Tensor, Tensor]]
 """Keys and values of each pass."""
@@ -210,6 +213,12 @@ class MtpHead(Head):
         super().__init__()
         self.config: Any = target.config  # Any: a LlamaConfig
         self.layer = MtpLayer(self.config)
+        # The layer begins as the last layer of the target.
+        last = target.model.layers[-1].state_dict()
+        self.layer.load_state_dict(last, strict=False)
+        self.layer.final_layernorm.load_state_dict(target.model.norm.state_dict())
+        half = torch.eye(self.config.hidden_size) / 2
+        self.layer.input_proj.weight.data = torch.cat((half, half), dim=1)
         self._table = embeddings_of(target)
 
     def first_states(self, states: list[Tensor]) -> Tensor:
@@ -231,7 +240,8 @@ class MtpHead(Head):
             for part, number in num_heads.items():
                 bias = torch.zeros(number * self.config.head_dim, dtype=torch.bfloat16)
                 tensors[f"{name}self_attn.{part}_proj.bias"] = bias
-        write(folder, mimo_config(self.config), tensors, "model-00002-of-00002.safetensors")
+        write(folder, mimo_config(self.config), tensors, MTP_FILE)
+        write_index(folder)
 
 
 def shared_config(config: Any) -> dict[str, Any]:  # Any: a LlamaConfig; JSON
@@ -274,6 +284,19 @@ def mimo_config(config: Any) -> dict[str, Any]:  # Any: a LlamaConfig; JSON
         "tie_word_embeddings": True,
         "use_sliding_window": False,
     }
+
+
+def write_index(folder: Path) -> None:
+    """Write the index of an MTP checkpoint whose first file is that of the target."""
+    paths = {TARGET_FILE: TARGET / "model.safetensors", MTP_FILE: folder / MTP_FILE}
+    files: dict[str, str] = {}
+    for name, path in paths.items():
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), name)
+    size = sum(path.stat().st_size for path in paths.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    text = json.dumps(index, indent=2)
+    (folder / "model.safetensors.index.json").write_text(text + "\n")
 
 
 def write(

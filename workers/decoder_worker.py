@@ -35,7 +35,7 @@ from workers.memory_profile import (
     num_staging,
 )
 from workers.models.decoder import Decoder
-from workers.models.draft_head import DraftHead, Taps
+from workers.models.draft_head import DraftHead, Eagle3Head, MtpHead, Taps
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.runner.decode_graphs import DecodeGraphs
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionSpec
     from pagedray.batch import StepPlan
+    from pagedray.model_config import DraftHeadConfig
     from pagedray.node_memory import MemoryAddress
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
@@ -91,10 +92,7 @@ class DecoderWorker(Worker):
         config = with_stored_experts(with_stored_head(config))
         config = with_cache_format(config)
         super().__init__(config, group, device)
-        head = config.draft_head
-        if head is not None:
-            layer = replace(head.layer, kv_cache_dtype=config.model.kv_cache_dtype)
-            head = replace(head, layer=layer)
+        head = _stored_head(config)
         spec = attention_spec(
             config.model,
             group,
@@ -122,12 +120,7 @@ class DecoderWorker(Worker):
                 device=self._device,
             )
             self._model.tap_layers(self._taps)
-            self._head = DraftHead(
-                head,
-                Placement(group, self._spec.dtype, self._device, backend=self._backend),
-                embedding=self._model.embedding,
-                cache_index=len(self._spec.layers) - 1,
-            )
+            self._head = self._make_head(head)
         self._runner: ModelRunner | None = None
         self.host_pool: HostPool | None = None
         """The CPU pool, kept from epoch to epoch, since pinning takes long."""
@@ -355,6 +348,28 @@ class DecoderWorker(Worker):
             drafting=self._make_drafting(cache, batch, sampler, sizes),
         )
 
+    def _make_head(self, config: DraftHeadConfig) -> DraftHead:
+        """Return a draft head for the model, without weights."""
+        model, index = self._model, len(self._spec.layers) - 1
+        assert model is not None
+        place = Placement(
+            self._group,
+            self._spec.dtype,
+            self._device,
+            config.layer.quantization,
+            self._backend,
+        )
+        if config.mtp is None:
+            return Eagle3Head(config, place, embedding=model.embedding, cache_index=index)
+        return MtpHead(
+            config,
+            place,
+            embedding=model.embedding,
+            cache_index=index,
+            target_norm=model.last_norm,
+            target_logits=model.logits,
+        )
+
     def _make_drafting(
         self, cache: KVCache, batch: InputBatch, sampler: Sampler, sizes: GraphSizes
     ) -> Drafting | None:
@@ -406,7 +421,8 @@ class DecoderWorker(Worker):
                 piece_graphs = PieceGraphs(setup, sizes.pieces, builder)
         sampled_attention = None
         # The last tokens of sequences need no other token of the step, unless a state does.
-        if self._device.type == "cuda" and not ends_recurrent:
+        ends_early = not ends_recurrent and not self._model.finishes_all
+        if self._device.type == "cuda" and ends_early:
             sampled_builder = self._backend.make_metadata_builder(self._spec)
             sampled_attention = SampledAttention(cache.device_pool, builder, sampled_builder)
         return ForwardPass(
@@ -474,6 +490,18 @@ class DecoderWorker(Worker):
     @property
     def _graph_sizes(self) -> GraphSizes:
         return graph_sizes(self._config, self._device, self._backend)
+
+
+def _stored_head(config: EngineConfig) -> DraftHeadConfig | None:
+    """Return the draft head as a rank stores and reads it, if there is one."""
+    head = config.draft_head
+    if head is None:
+        return None
+    layer = replace(head.layer, kv_cache_dtype=config.model.kv_cache_dtype)
+    if head.mtp is not None:
+        # A rank may have the files of its model in a folder of its own.
+        layer = replace(layer, folder=config.model.folder)
+    return replace(head, layer=with_stored_experts(replace(config, model=layer)).model)
 
 
 def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:

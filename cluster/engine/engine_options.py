@@ -35,7 +35,7 @@ from pagedray.sampling_params import SamplingParams
 from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_revision
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.quantization import with_method
-from workers.models.families.draft_heads import draft_head_method, read_draft_head
+from workers.models.families.draft_heads import draft_head_method, mtp_head, read_draft_head
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.weights.tensor_entries import folder_dtype
 
@@ -200,6 +200,8 @@ def read_head(
     given: Mapping[str, object] | None, target: ModelConfig, *, load_format: LoadFormat
 ) -> DraftHeadConfig | None:
     """Return the draft head that vLLM's fields name, for a model. Raises StartupError."""
+    if given is not None and given.get("method") == "mtp":
+        return mtp_head(target)
     model = (given or {}).get("model")
     if given is None or model is None or model in _NGRAM_MODELS:
         return None
@@ -223,7 +225,7 @@ def speculation_config(
     if model in _NGRAM_MODELS:
         chosen["method"] = "ngram"
     if head is not None:
-        chosen["method"] = "eagle3"
+        chosen["method"] = "eagle3" if head.mtp is None else "mtp"
         if head.num_drafts is not None:
             chosen.setdefault("num_speculative_tokens", head.num_drafts)
     is_ngram = model is None or model in _NGRAM_MODELS

@@ -122,7 +122,7 @@ class Speculator:
     """Decides which drafts are computed; without a drafter's guesses there are none."""
 
     def __init__(self, config: SpeculationConfig, drafter: Drafter | None = None) -> None:
-        self.has_head = config.method == "eagle3"
+        self.has_head = config.method in ("eagle3", "mtp")
         """Whether a draft head on the ranks guesses tokens."""
         self._answers: PastAnswers | None = None
         self.drafter = drafter or PredictionDrafter(self._drafter_of(config))
@@ -251,7 +251,7 @@ class Speculator:
             drafter = SuffixDrafter(config)
             self._answers = drafter.answers
             return drafter
-        if config.method == "eagle3":
+        if self.has_head:
             return HeadDrafter()
         return NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 

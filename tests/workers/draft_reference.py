@@ -10,14 +10,21 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copy, copytree
 from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextRotaryEmbedding,
+)
 
 __all__ = [
     "DraftReference",
@@ -26,8 +33,11 @@ __all__ = [
     "drafts_of",
     "load_reference",
     "random_eagle3_folder",
+    "random_mimo_folder",
+    "random_qwen3_5_folder",
     "speculators_folder",
     "states_and_logits",
+    "whole_mtp_folder",
 ]
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -74,6 +84,8 @@ def load_reference(folder: Path, target: PreTrainedModel) -> DraftReference:
     config = json.loads((folder / "config.json").read_text())
     if "num_nextn_predict_layers" in config:
         return MtpReference.of_mimo(folder, target)
+    if config.get("model_type") == "qwen3_5_text":
+        return MtpReference.of_qwen3_5(folder, target)
     return Eagle3Reference(folder, _embedding_of(target))
 
 
@@ -134,6 +146,26 @@ class MtpReference:
             eps=config.rms_norm_eps,
             puts_state_first=True,
             reads_normed=False,
+        )
+
+    @classmethod
+    def of_qwen3_5(cls, folder: Path, target: PreTrainedModel) -> MtpReference:
+        """Return the layer of a Qwen3.5: a layer with attention."""
+        fields = json.loads((folder / "config.json").read_text())
+        types = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+        config = Qwen3_5TextConfig(**fields | types | {"attn_implementation": "eager"})
+        weights = _tensors_of(folder, "mtp.")
+        layer = Qwen3_5DecoderLayer(config, 0)
+        _load_layer(layer, weights, "layers.0.")
+        return cls(
+            layer=layer,
+            rotary=Qwen3_5TextRotaryEmbedding(config),
+            embedding=_embedding_of(target),
+            head=target.state_dict()["lm_head.weight"],
+            weights=weights,
+            names=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+            eps=config.rms_norm_eps,
+            offset=1.0,
         )
 
     def first_states(self, states: list[Tensor]) -> Tensor:
@@ -381,6 +413,89 @@ def random_eagle3_folder(
     tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool)
     tensors["t2d"][target_ids] = True
     return _write(destination, config, tensors)
+
+
+_SMALL: dict[str, Any] = {  # Any: fields of any type
+    **{"hidden_size": 48, "intermediate_size": 64, "vocab_size": 131, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1},
+    "max_position_embeddings": 128,
+}
+_SMALL_STATES = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 8},
+}
+
+
+def random_mimo_folder(destination: Path) -> Path:
+    """Write a small MiMo model with random weights; return its folder."""
+    config = Qwen2Config(**_SMALL | {"num_hidden_layers": 3})
+    torch.manual_seed(2)
+    _save_with_norms(Qwen2ForCausalLM(config), destination)
+    fields = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}
+    return _with_mtp(
+        destination,
+        Qwen2DecoderLayer(config, 0),
+        fields | {"num_nextn_predict_layers": 1},
+        prefix="model.mtp_layers.0.",
+        layer_prefix="model.mtp_layers.0.",
+        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        projection="input_proj",
+    )
+
+
+def random_qwen3_5_folder(destination: Path, layer_types: tuple[str, ...]) -> Path:
+    """Write a small Qwen3.5 with random weights; return its folder."""
+    types = {"layer_types": list(layer_types), "num_hidden_layers": len(layer_types)}
+    torch.manual_seed(3)
+    config = Qwen3_5TextConfig(**_SMALL | _SMALL_STATES | types)
+    _save_with_norms(Qwen3_5ForCausalLM(config), destination)
+    alone = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    return _with_mtp(
+        destination,
+        Qwen3_5DecoderLayer(Qwen3_5TextConfig(**_SMALL | alone), 0),
+        {"mtp_num_hidden_layers": 1},
+        prefix="mtp.",
+        layer_prefix="mtp.layers.0.",
+        norms=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+        projection="fc",
+    )
+
+
+def _save_with_norms(model: PreTrainedModel, folder: Path) -> None:
+    """Save a model with a last norm that has random weights, unlike a new model."""
+    weight = model.get_parameter("model.norm.weight")
+    weight.data += torch.randn(weight.shape) / 2
+    model.save_pretrained(folder)
+
+
+def _with_mtp(
+    folder: Path,
+    layer: nn.Module,
+    fields: dict[str, Any],  # Any: JSON
+    *,
+    prefix: str,
+    layer_prefix: str,
+    norms: tuple[str, ...],
+    projection: str,
+) -> Path:
+    """Add a random MTP layer to a checkpoint, and fields to its configuration."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    size = config["hidden_size"]
+    tensors = {f"{prefix}{norm}.weight": torch.rand(size) for norm in norms}
+    tensors[f"{prefix}{projection}.weight"] = torch.randn(size, 2 * size) * size**-0.5
+    for name, weight in layer.named_parameters():
+        scale = weight.shape[-1] ** -0.5 if weight.dim() == 2 else 0.3
+        tensors[layer_prefix + name] = torch.randn(weight.shape) * scale
+    return _write(folder, config, load_file(folder / "model.safetensors") | tensors)
+
+
+def whole_mtp_folder(destination: Path, layer: Path, target: Path) -> Path:
+    """Copy a target and the MTP layer for it to one folder, and return the folder."""
+    copytree(layer, destination)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        copy(target / name, destination)
+    copy(target / "model.safetensors", destination / "model-00001-of-00002.safetensors")
+    return destination
 
 
 def _write(

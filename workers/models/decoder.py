@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.model_config import ModelConfig
+    from workers.layers.norm import Norm
     from workers.layers.sharded_logits import ShardedLogits
     from workers.models.draft_head import Taps
 
@@ -95,6 +96,16 @@ class Decoder(CompositeLayer):
         self._taps = taps
 
     @property
+    def finishes_all(self) -> bool:
+        """Whether steps compute the last hidden state of all tokens."""
+        return self._taps is not None and self.config.num_layers in self._taps.layers
+
+    @property
+    def last_norm(self) -> Norm:
+        """The norm of the last hidden states."""
+        return self._norm
+
+    @property
     def embedding(self) -> VocabEmbedding:
         """The embedding of tokens."""
         return self._embedding
@@ -131,9 +142,11 @@ class Decoder(CompositeLayer):
             tail = fused.run_two_batches(residual, rotations, attention, last_attention)
         else:
             tail = fused.run(residual, embeddings, rotations, attention, last_attention)
-        if logits_indices is not None and last_attention is None:
-            tail = tail.select(logits_indices)
-        return fused.finish(tail)
+        if logits_indices is None or last_attention is not None:
+            return fused.finish(tail)
+        if self.finishes_all:
+            return fused.finish(tail).index_select(0, logits_indices)
+        return fused.finish(tail.select(logits_indices))
 
     def encode_texts(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -175,6 +188,8 @@ class Decoder(CompositeLayer):
             if self._taps is not None:
                 self._taps.keep(index, x)
             x = layer(x, rotation, attention, embedding)
+        if self._taps is not None:
+            self._taps.keep(len(self._layers), x)
         return self._norm(x)
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:

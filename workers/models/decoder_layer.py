@@ -29,6 +29,7 @@ __all__ = [
     "DecoderLayer",
     "ParallelDecoderLayer",
     "TwoMixerDecoderLayer",
+    "make_mlp",
     "make_norm",
     "normed",
 ]
@@ -67,7 +68,7 @@ class DecoderLayer(CompositeLayer):
         self.mlp_norm = norm(names.mlp_norm, mlp_prefix)
         self.mlp: MLP | ExpertLayer | NoMLP = NoMLP()
         if mlp_prefix is not None:
-            self.mlp = _make_mlp(mlp_prefix, config, index, place)
+            self.mlp = make_mlp(mlp_prefix, config, index, place)
         self.mlp_post_norm = norm(names.mlp_post_norm)
         self.residual_scale = config.residual_scale
 
@@ -190,7 +191,7 @@ def num_stacked(config: ModelConfig, experts: ExpertsConfig, place: Placement) -
     return number if is_equal and is_plain and is_whole and not has_biases and not rest else 0
 
 
-def _make_mlp(
+def make_mlp(
     prefix: str, config: ModelConfig, layer_index: int, place: Placement
 ) -> MLP | ExpertLayer:
     """Return the MLP or the experts of a layer."""

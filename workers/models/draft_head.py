@@ -1,12 +1,14 @@
-"""The draft head of EAGLE-3: one decoder layer that reads hidden states of the target.
+"""Draft heads: one decoder layer that reads hidden states of the target.
 
-Input i is the token at position i + 1 and the state at position i: first a projection of the
-residual stream at several layers of the target, then the output of the layer itself. The output
-predicts the token at position i + 2.
+Input i is the token at position i + 1 and the state at position i: first that of the target, then
+the output of the layer itself. The output predicts the token at position i + 2. Heads of EAGLE-3
+project the residual stream at several layers of the target; layers of multi-token prediction (MTP)
+read its last hidden state.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,22 +17,23 @@ import torch
 from pagedray.errors import CheckpointError
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.linear import RowParallelLinear
-from workers.layers.mlp import GatedMLP, MLPParams
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
+from workers.models.decoder_layer import make_mlp, make_norm
 from workers.models.fused_norm import FusedNorm
 from workers.models.self_attention import DecoderSelfAttention, StepAttention
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from attention.layer import Attention
     from pagedray.model_config import DraftHeadConfig
+    from workers.layers.norm import Norm
     from workers.layers.sharded_logits import ShardedLogits
 
-__all__ = ["DraftHead", "HeadOutputs", "HeadRows", "Taps"]
+__all__ = ["DraftHead", "Eagle3Head", "HeadOutputs", "HeadRows", "MtpHead", "Taps"]
 
 
 class Taps:
@@ -45,6 +48,7 @@ class Taps:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.layers = layers
         self._places = {
             layer: [place for place, other in enumerate(layers) if other == layer]
             for layer in layers
@@ -67,7 +71,7 @@ class HeadRows:
     """Inputs of the layer of a head."""
 
     normed: torch.Tensor
-    """The embedding of the next token and the state, both normed, `[num_rows, 2 * hidden_size]`."""
+    """The input of the attention, `[num_rows, input_size]`."""
     residual: torch.Tensor
     """`[num_rows, hidden_size]`, to which the layer adds."""
 
@@ -140,49 +144,29 @@ class DraftHead(CompositeLayer):
         *,
         embedding: VocabEmbedding,
         cache_index: int,
+        norms: tuple[Norm, Norm, Norm],
+        input_size: int | None = None,
     ) -> None:
-        """`embedding` is that of the target; `cache_index` counts layers of the KV cache."""
+        """`embedding` is that of the target; `cache_index` counts layers of the KV cache.
+
+        `norms` are over embeddings, over states, and the last one. `input_size` is the size of the
+        rows that the attention reads, by default the hidden size.
+        """
         layer = config.layer
-        size, eps, prefix = layer.hidden_size, layer.norm_eps, layer.names.decoder_layer.format(0)
-        num_taps = len(config.tapped_layers)
+        prefix = layer.names.decoder_layer.format(0)
         self.config = config
         self.dtype = place.dtype
+        self.input_size = input_size or layer.hidden_size
+        """The size of `HeadRows.normed`."""
         self._group = place.group
-        self._all_taps_norm: RMSNorm | None = None
-        self._fused_norms: _FusedNorms
-
-        def norm(name: str, norm_size: int = size) -> RMSNorm:
-            return RMSNorm(name, norm_size, eps, place)
-
-        self._tap_norms = [norm(f"fc_norm.{i}") for i in range(num_taps) if config.norms_each_tap]
-        if config.norms_all_taps:
-            self._all_taps_norm = norm("input_norm", num_taps * size)
-        self._projection = RowParallelLinear("fc", num_taps * size, size, place, has_bias=False)
-        self._own_embedding: VocabEmbedding | None = None
-        if config.has_embedding:
-            name, alone = layer.names.embedding, replace(place, group=SoloGroup())
-            self._own_embedding = VocabEmbedding(name, layer.vocab_size, size, alone)
-        self._embedding = self._own_embedding or embedding
-        self._token_norm = norm(f"{prefix}.input_layernorm")
-        self._state_norm = norm(f"{prefix}.hidden_norm")
+        self._embedding = embedding
+        self._token_norm, self._state_norm, self._norm = norms
         self._attention = DecoderSelfAttention(
-            f"{prefix}", layer, 0, place, input_size=2 * size, cache_index=cache_index
+            prefix, layer, 0, place, input_size=input_size, cache_index=cache_index
         )
-        self._mlp_norm = norm(f"{prefix}.{layer.names.mlp_norm}")
-        self._mlp = GatedMLP(
-            tuple(f"{prefix}.{name}" for name in layer.names.mlp_input),
-            f"{prefix}.{layer.names.mlp_output}",
-            MLPParams(
-                hidden_size=size,
-                intermediate_size=layer.intermediate_size,
-                activation=layer.activation,
-                has_bias=layer.has_mlp_bias,
-            ),
-            place,
-        )
-        self._norm = norm(layer.names.final_norm)
-        self._logits = ParallelHead("lm_head", config.draft_vocab_size, size, place, tied_to=None)
-        self._token_map = _TokenMap(config, place)
+        self._mlp_norm = make_norm(f"{prefix}.{layer.names.mlp_norm}", layer, place)
+        self._mlp = make_mlp(prefix, layer, 0, place)
+        self._fused_norms: _FusedNorms
         rope = layer.rope_of(0)
         self._rotary = None
         if rope is not None:
@@ -201,26 +185,21 @@ class DraftHead(CompositeLayer):
         return self._attention.layer
 
     @property
+    @abstractmethod
     def token_ids(self) -> torch.Tensor:
         """The tokens of the target that the logits are of, `[draft_vocab_size]` int64."""
-        return self._token_map.token_ids
 
+    @abstractmethod
     def first_states(self, taps: torch.Tensor) -> torch.Tensor:
         """Return the states, `[num_tokens, hidden_size]`, of `Taps.of_step`."""
-        if self._tap_norms:
-            parts = taps.chunk(len(self._tap_norms), dim=1)
-            pairs = zip(self._tap_norms, parts, strict=True)
-            taps = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=1)
-        if self._all_taps_norm is not None:
-            taps = self._all_taps_norm(taps)
-        return self._projection(taps[:, part_of(taps.shape[1], self._group)].contiguous())
 
+    @abstractmethod
     def rows(self, token_ids: torch.Tensor, states: torch.Tensor) -> HeadRows:
         """Return the inputs of the layer, given the next tokens, `[num_tokens]` int64."""
-        normed = self._fused_norms.state(states)
-        embedded = self._fused_norms.token(self._embedding(token_ids))
-        residual = normed if self.config.norms_residual else states
-        return HeadRows(torch.cat((embedded, normed), dim=1), residual)
+
+    @abstractmethod
+    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
+        """Return the logits of `token_ids`."""
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation to these positions, `[num_tokens]` int64."""
@@ -237,10 +216,6 @@ class DraftHead(CompositeLayer):
         normed = norms.last(stream, self._mlp.partial(inner))
         return HeadOutputs(normed, normed if self.config.norms_output else stream)
 
-    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
-        """Return the logits of `token_ids`."""
-        return self._logits(outputs.normed)
-
     def finalize(self) -> None:
         super().finalize()
         self._fused_norms = _FusedNorms(
@@ -251,11 +226,141 @@ class DraftHead(CompositeLayer):
         )
 
     def sublayers(self) -> Iterator[Layer]:
+        yield from (self._token_norm, self._state_norm, self._attention, self._mlp_norm)
+        yield from (self._mlp, self._norm)
+
+    def _part(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the inputs of a product that sums over ranks."""
+        return rows[:, part_of(rows.shape[1], self._group)].contiguous()
+
+
+class Eagle3Head(DraftHead):
+    """One rank's part of a head of EAGLE-3."""
+
+    def __init__(
+        self,
+        config: DraftHeadConfig,
+        place: Placement,
+        *,
+        embedding: VocabEmbedding,
+        cache_index: int,
+    ) -> None:
+        """As for `DraftHead`."""
+        layer = config.layer
+        size, eps, prefix = layer.hidden_size, layer.norm_eps, layer.names.decoder_layer.format(0)
+        num_taps = len(config.tapped_layers)
+
+        def norm(name: str, norm_size: int = size) -> RMSNorm:
+            return RMSNorm(name, norm_size, eps, place)
+
+        self._own_embedding: VocabEmbedding | None = None
+        if config.has_embedding:
+            name, alone = layer.names.embedding, replace(place, group=SoloGroup())
+            self._own_embedding = VocabEmbedding(name, layer.vocab_size, size, alone)
+        super().__init__(
+            config,
+            place,
+            embedding=self._own_embedding or embedding,
+            cache_index=cache_index,
+            norms=(
+                norm(f"{prefix}.input_layernorm"),
+                norm(f"{prefix}.hidden_norm"),
+                norm(layer.names.final_norm),
+            ),
+            input_size=2 * size,
+        )
+        self._all_taps_norm: RMSNorm | None = None
+        self._tap_norms = [norm(f"fc_norm.{i}") for i in range(num_taps) if config.norms_each_tap]
+        if config.norms_all_taps:
+            self._all_taps_norm = norm("input_norm", num_taps * size)
+        self._projection = RowParallelLinear("fc", num_taps * size, size, place, has_bias=False)
+        self._logits = ParallelHead("lm_head", config.draft_vocab_size, size, place, tied_to=None)
+        self._token_map = _TokenMap(config, place)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self._token_map.token_ids
+
+    def first_states(self, taps: torch.Tensor) -> torch.Tensor:
+        if self._tap_norms:
+            parts = taps.chunk(len(self._tap_norms), dim=1)
+            pairs = zip(self._tap_norms, parts, strict=True)
+            taps = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=1)
+        if self._all_taps_norm is not None:
+            taps = self._all_taps_norm(taps)
+        return self._projection(self._part(taps))
+
+    def rows(self, token_ids: torch.Tensor, states: torch.Tensor) -> HeadRows:
+        normed = self._fused_norms.state(states)
+        embedded = self._fused_norms.token(self._embedding(token_ids))
+        residual = normed if self.config.norms_residual else states
+        return HeadRows(torch.cat((embedded, normed), dim=1), residual)
+
+    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
+        return self._logits(outputs.normed)
+
+    def sublayers(self) -> Iterator[Layer]:
+        yield from super().sublayers()
         yield from self._tap_norms
         if self._all_taps_norm is not None:
             yield self._all_taps_norm
         yield self._projection
         if self._own_embedding is not None:
             yield self._own_embedding
-        yield from (self._token_norm, self._state_norm, self._attention, self._mlp_norm)
-        yield from (self._mlp, self._norm, self._logits, self._token_map)
+        yield from (self._logits, self._token_map)
+
+
+class MtpHead(DraftHead):
+    """One rank's part of an MTP layer, with the embedding and the output head of its target."""
+
+    def __init__(
+        self,
+        config: DraftHeadConfig,
+        place: Placement,
+        *,
+        embedding: VocabEmbedding,
+        cache_index: int,
+        target_norm: Norm,
+        target_logits: Callable[[torch.Tensor], ShardedLogits],
+    ) -> None:
+        """As for `DraftHead`; `target_norm` is the last norm of the target."""
+        layer, mtp = config.layer, config.mtp
+        assert mtp is not None
+        names = mtp.token_norm, mtp.state_norm, mtp.last_norm
+        token_norm, state_norm, last_norm = (make_norm(name, layer, place) for name in names)
+        super().__init__(
+            config,
+            place,
+            embedding=embedding,
+            cache_index=cache_index,
+            norms=(token_norm, state_norm, last_norm),
+        )
+        size, prefix = layer.hidden_size, layer.names.decoder_layer.format(0)
+        self._mtp = mtp
+        self._target_norm = target_norm
+        self._target_logits = target_logits
+        self._projection = RowParallelLinear(mtp.projection, 2 * size, size, place, has_bias=False)
+        self._input_norm = make_norm(f"{prefix}.{layer.names.attention_norm}", layer, place)
+        self._token_ids = torch.arange(config.draft_vocab_size, device=place.device)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self._token_ids
+
+    def first_states(self, taps: torch.Tensor) -> torch.Tensor:
+        return self._target_norm(taps) if self._mtp.reads_normed else taps
+
+    def rows(self, token_ids: torch.Tensor, states: torch.Tensor) -> HeadRows:
+        norms = self._fused_norms
+        pair = [norms.token(self._embedding(token_ids)), norms.state(states)]
+        if self._mtp.puts_state_first:
+            pair.reverse()
+        residual = self._projection(self._part(torch.cat(pair, dim=1)))
+        return HeadRows(self._input_norm(residual), residual)
+
+    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
+        return self._target_logits(outputs.normed)
+
+    def sublayers(self) -> Iterator[Layer]:
+        yield from super().sublayers()
+        yield from (self._projection, self._input_norm)

@@ -402,7 +402,10 @@ class FusedLayers:
         """
         if not len(tail.residual):
             return tail.residual
-        return self._norm(tail.residual, self.layers[-1].finish(tail))
+        normed = self._norm(tail.residual, self.layers[-1].finish(tail))
+        if self._taps is not None:
+            self._taps.keep(len(self.layers), tail.residual)
+        return normed
 
 
 def _selected_tail(tail: LayerTail, attention: SelectedAttention | None) -> LayerTail:

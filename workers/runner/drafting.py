@@ -372,7 +372,7 @@ class _PassGraphs:
         self._sizes = graph_batch_sizes(max_num_rows)
         size, dtype = head.config.layer.hidden_size, head.dtype
         self._rows = HeadRows(
-            torch.zeros(max_num_rows, 2 * size, dtype=dtype, device=device),
+            torch.zeros(max_num_rows, head.input_size, dtype=dtype, device=device),
             torch.zeros(max_num_rows, size, dtype=dtype, device=device),
         )
         self._stream = torch.cuda.Stream(device)

@@ -203,9 +203,10 @@ class PieceGraphs(StepGraphs[Recording]):
             metadata.attend(piece.layer_index, piece.inputs, self._kv_cache, piece.attended)
         if recording.end is not None:
             recording.end.replay()
-        if indices is None:
+        if indices is None or self._model.finishes_all:
             recording.last.replay()
-            return recording.hidden[:num_tokens]
+            hidden = recording.hidden[:num_tokens]
+            return hidden if indices is None else hidden.index_select(0, indices)
         return self._finish(recording.attended, indices)
 
     def _finish(self, attended: LayerTail, indices: torch.Tensor) -> torch.Tensor:
@@ -224,7 +225,9 @@ class PieceGraphs(StepGraphs[Recording]):
 
     def _sizes_of(self, inputs: StepInputs) -> tuple[int, ...]:
         num_tokens, indices = len(inputs.token_ids), inputs.logits_indices
-        return (num_tokens,) if indices is None or not len(indices) else (num_tokens, len(indices))
+        if indices is None or not len(indices) or self._model.finishes_all:
+            return (num_tokens,)
+        return num_tokens, len(indices)
 
     def _fits(self, inputs: StepInputs) -> bool:
         """Return whether a step has no more tokens and prompts than the graphs."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from attention.gpu.metadata import GpuMetadataBuilder
 from cluster.engine.engine_options import EngineOptions, engine_config
@@ -26,15 +26,18 @@ from pagedray.batch import (
     pack_token_ids,
 )
 from pagedray.config import SpeculationConfig, StepLimits
-from pagedray.errors import CheckpointError
+from pagedray.errors import CheckpointError, StartupError
 from pagedray.sampling_params import SamplingParams
 from tests.attention.shared_backend import SharedBackend
 from tests.workers.draft_reference import (
     Choose,
-    Eagle3Reference,
     drafts_of,
+    load_reference,
     random_eagle3_folder,
+    random_mimo_folder,
+    random_qwen3_5_folder,
     speculators_folder,
+    states_and_logits,
 )
 from workers.decoder_worker import DecoderWorker
 from workers.models.families.draft_heads import read_draft_head
@@ -50,9 +53,24 @@ LAYER_IDS = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 
 
+def fields_of(folder: Path) -> dict[str, Any]:  # Any: JSON
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def target_of(folder: Path) -> Path:
+    """Return the target of a head: the model itself for an MTP layer."""
+    fields = fields_of(folder)
+    is_head = "eagle_config" in fields or "speculators_model_type" in fields
+    return TARGET if is_head else folder
+
+
 @cache
-def target() -> Any:  # Any: transformers has no types
-    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+def target(folder: Path) -> PreTrainedModel:
+    is_mimo = fields_of(folder)["model_type"] == "mimo"
+    kind = Qwen2ForCausalLM if is_mimo else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32)
+    return model
 
 
 def likeliest(logits: Tensor, position: int) -> int:
@@ -76,20 +94,17 @@ def expected_drafts(
     folder: Path, token_ids: list[int], choose: Choose = likeliest, number: int = NUM_DRAFTS
 ) -> list[int]:
     """Return the drafts that follow these tokens."""
-    embedding = target().get_input_embeddings().weight.detach()
-    head = Eagle3Reference(folder, embedding)
-    with torch.inference_mode():
-        known = torch.tensor([token_ids[:-1]])
-        states = target()(known, output_hidden_states=True).hidden_states
-        return drafts_of(head, [one[0] for one in states], token_ids, number, choose)
+    model = target(target_of(folder))
+    states, _ = states_and_logits(model, token_ids[:-1])
+    return drafts_of(load_reference(folder, model), states, token_ids, number, choose)
 
 
-def continued(token_ids: list[int], number: int) -> list[int]:
+def continued(folder: Path, token_ids: list[int], number: int) -> list[int]:
     """Return the likeliest tokens that follow these tokens."""
     known = list(token_ids)
-    with torch.inference_mode():
-        for _ in range(number):
-            known.append(int(target()(torch.tensor([known])).logits[0, -1].argmax()))
+    for _ in range(number):
+        _, logits = states_and_logits(target(target_of(folder)), known)
+        known.append(int(logits[-1].argmax()))
     return known[len(token_ids) :]
 
 
@@ -120,20 +135,21 @@ class Rank:
     """A rank with a draft head, and the rows and blocks of its sequences."""
 
     def __init__(self, folder: Path, **options: Any) -> None:  # Any: options of any type
-        given = {"model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+        model = target_of(folder)
+        named = {"method": "mtp"} if model == folder else {"model": str(folder)}
         chosen: dict[str, Any] = {
             "dtype": "float32",
             "num_blocks": 64,
             "max_model_len": 64,
         } | options
         config = engine_config(
-            TARGET,
+            model,
             EngineOptions(
                 device="cpu",
                 num_threads=1,
                 num_cpu_blocks=0,
                 block_size=BLOCK_SIZE,
-                speculative_config=given,
+                speculative_config={**named, "num_speculative_tokens": NUM_DRAFTS},
                 **chosen,
             ),
         )
@@ -185,6 +201,11 @@ def own_embedding(folder: Path) -> Path:
     return with_tensors(written, embed_tokens=(3072, 256))
 
 
+def qwen3_5_of_attention(folder: Path) -> Path:
+    """Write a Qwen3.5 without recurrent layers."""
+    return random_qwen3_5_folder(folder, ("full_attention",) * 3)
+
+
 def on_device(rank: Rank) -> None:
     """Have a rank draft as on a GPU."""
     worker, runner = rank.worker, rank.worker._runner
@@ -206,7 +227,9 @@ def on_device(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("make", [original_folder, norms, own_embedding])
+@pytest.mark.parametrize(
+    "make", [original_folder, norms, own_embedding, random_mimo_folder, qwen3_5_of_attention]
+)
 def test_drafts_follow_prompts_and_chains(
     make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path
 ) -> None:
@@ -215,7 +238,8 @@ def test_drafts_follow_prompts_and_chains(
     if is_on_device:
         on_device(rank)
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(2, 2000, size).tolist() for size in (11, 5)]
+    vocab_size = rank.worker._config.model.vocab_size
+    prompts = [rng.integers(2, vocab_size, size).tolist() for size in (11, 5)]
     starts = [start(0, prompts[0], [5, 9, 2]), start(1, prompts[1], [7, 3])]
     output = rank.launch([SequencePlan(0, 0, 6, False)], NUM_DRAFTS, starts=starts)
     assert output.draft_ids == b""
@@ -226,8 +250,8 @@ def test_drafts_follow_prompts_and_chains(
     assert drafts(output) == [expected_drafts(folder, tokens) for tokens in known]
 
     # The first sequence has two right drafts and a wrong one, the second has no draft.
-    right = continued(known[0], 3)
-    chain = [right[0], right[1], (right[2] + 1) % 3000]
+    right = continued(folder, known[0], 3)
+    chain = [right[0], right[1], (right[2] + 1) % vocab_size]
     output = rank.launch(
         [],
         NUM_DRAFTS,
@@ -293,6 +317,21 @@ def test_drafts_of_random_rows_have_the_noise_of_the_target(
     rank.close()
 
 
+def test_mtp_layer_drafts_behind_recurrent_layers(tmp_path: Path) -> None:
+    types = ("linear_attention", "full_attention", "linear_attention")
+    folder = random_qwen3_5_folder(tmp_path / "model", types)
+    rank = Rank(folder)
+    known = list(range(3, 12))
+    output = rank.launch(
+        [SequencePlan(0, 0, 9, True)], NUM_DRAFTS, starts=[start(0, known, [5, 9, 2, 4])]
+    )
+    for position in (9, 10, 11):
+        known += output.token_ids
+        assert drafts(output) == [expected_drafts(folder, known)]
+        output = rank.launch([], NUM_DRAFTS, decodes=Decodes.pack([0], [position]))
+    rank.close()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -322,6 +361,14 @@ def test_head_of_another_model_is_rejected(
     config = read_model_config(TARGET)
     with pytest.raises(CheckpointError, match=message):
         read_draft_head(folder, config)
+
+
+def test_model_without_an_mtp_layer_is_rejected() -> None:
+    options = EngineOptions(
+        device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 2}
+    )
+    with pytest.raises(StartupError, match="tiny-llama has no layer of multi-token prediction"):
+        engine_config(TARGET, options)
 
 
 def test_map_beyond_the_vocabulary_is_rejected(tmp_path: Path) -> None:

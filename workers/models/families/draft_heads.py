@@ -1,4 +1,4 @@
-"""Draft heads: the configuration of a checkpoint in the format of EAGLE-3 or of speculators."""
+"""Draft heads: checkpoints in the formats of EAGLE-3 and speculators, and MTP layers of models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from workers.models.config_json.family import Family
 
-__all__ = ["draft_head_method", "read_draft_head"]
+__all__ = ["draft_head_method", "mtp_head", "read_draft_head"]
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 _LAYERS = {"llama": LLAMA, "qwen3": QWEN3}
@@ -92,6 +92,39 @@ def read_draft_head(
     )
 
 
+def mtp_head(target: ModelConfig) -> DraftHeadConfig:
+    """Return the configuration of the MTP layer of a model. Raises StartupError without one."""
+    mtp = target.mtp
+    if mtp is None:
+        raise StartupError(
+            f"{target.name} has no layer of multi-token prediction; use the method ngram, or "
+            "eagle3 with a draft head."
+        )
+    _check_shapes(target)
+    prefixes = () if target.text_tensors is None else target.text_tensors.prefixes
+    experts, stacked = target.experts, target.stacked_names
+    layer = replace(
+        target,
+        num_layers=1,
+        names=replace(target.names, decoder_layer=mtp.decoder_layer),
+        stacked_names=stacked and replace(stacked, decoder_layer=mtp.decoder_layer),
+        # All tensors but those of the layer are of the target.
+        text_tensors=TextTensors(prefixes, ("",)),
+        recurrent=None,
+        experts=experts and replace(experts, dense_layers=()),
+        sliding_windows=(),
+        rotated_layers=(),
+    )
+    return DraftHeadConfig(
+        layer=layer,
+        draft_vocab_size=target.vocab_size,
+        tapped_layers=(target.num_layers,),
+        mtp=mtp,
+        norms_output=True,
+        has_token_map=False,
+    )
+
+
 def _config_file(folder: Path) -> ConfigFile:
     path = folder / "config.json"
     if not has_folder(folder):
@@ -140,15 +173,7 @@ def _check_target(
 ) -> None:
     """Raise CheckpointError unless a head fits its target."""
     states = file.value("target_hidden_size") or layer.hidden_size
-    heads = {
-        (one.num_kv_heads, one.head_size) for one in map(target.heads_of, target.cached_layers)
-    }
-    if len(heads) != 1:
-        raise StartupError(
-            f"{target.name} has layers of several shapes, which a draft head cannot share blocks "
-            "with; use the method ngram."
-        )
-    ((num_kv_heads, head_size),) = heads
+    num_kv_heads, head_size = _check_shapes(target)
     for name, found, wanted in (
         ("a vocabulary of", layer.vocab_size, target.vocab_size),
         ("a hidden size of", layer.hidden_size, target.hidden_size),
@@ -171,6 +196,20 @@ def _check_target(
         raise file.rejection(
             "draft_vocab_size", f"must be at most {layer.vocab_size}, not {draft_vocab_size}"
         )
+
+
+def _check_shapes(target: ModelConfig) -> tuple[int, int]:
+    """Return the number and the size of KV heads, which must be those of all layers."""
+    heads = {
+        (one.num_kv_heads, one.head_size) for one in map(target.heads_of, target.cached_layers)
+    }
+    if len(heads) != 1:
+        raise StartupError(
+            f"{target.name} has layers of several shapes, which a draft head cannot share blocks "
+            "with; use the method ngram."
+        )
+    ((num_kv_heads, head_size),) = heads
+    return num_kv_heads, head_size
 
 
 def _flag(file: ConfigFile, options: ConfigFile, key: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import TextTensors
+from pagedray.model_config import MtpLayer, TextTensors
 from workers.models.config_json.family import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -28,6 +28,15 @@ __all__ = ["QWEN2", "QWEN2_5_VL", "QWEN3", "QWEN3_MOE", "QWEN3_VL"]
 
 
 _MIMO = "MiMoForCausalLM"
+_MTP_MIMO = MtpLayer(
+    decoder_layer="model.mtp_layers.{}",
+    token_norm="model.mtp_layers.0.token_layernorm",
+    state_norm="model.mtp_layers.0.hidden_layernorm",
+    projection="model.mtp_layers.0.input_proj",
+    last_norm="model.mtp_layers.0.final_layernorm",
+    puts_state_first=True,
+    reads_normed=False,
+)
 
 
 def _read_qwen2(file: ConfigFile) -> ModelConfig:
@@ -39,8 +48,13 @@ def _read_qwen2(file: ConfigFile) -> ModelConfig:
     config = base_config(file, QWEN2.architecture, default_num_kv_heads=32)
     if _MIMO in file.words("architectures"):
         file.reject_unless("attention_bias", True)
-        file.note_read("num_nextn_predict_layers", "use_mrope")
-        config = replace(config, text_tensors=TextTensors((), ("model.mtp_layers.",)))
+        file.note_read("use_mrope")
+        num_mtp_layers = file.integer("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS)
+        config = replace(
+            config,
+            text_tensors=TextTensors((), ("model.mtp_layers.",)),
+            mtp=_MTP_MIMO if num_mtp_layers else None,
+        )
     return replace(
         with_rope(config, file),
         has_qkv_bias=True,

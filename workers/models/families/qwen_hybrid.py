@@ -6,7 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import ModelConfig, RecurrentConfig, TensorNames, TextTensors
+from pagedray.model_config import (
+    ModelConfig,
+    MtpLayer,
+    RecurrentConfig,
+    TensorNames,
+    TextTensors,
+)
 from workers.models.config_json.family import (
     MAX_HEAD_SIZE,
     MAX_HEADS,
@@ -32,6 +38,13 @@ _INTERVAL = 4
 _ROTARY_FACTOR = 0.25
 # The layers that predict several tokens.
 _SKIPPED = ("mtp.",)
+_MTP = MtpLayer(
+    decoder_layer="mtp.layers.{}",
+    token_norm="mtp.pre_fc_norm_embedding",
+    state_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    last_norm="mtp.norm",
+)
 _NAMES = TensorNames(
     shared_input=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_output="mlp.shared_expert.down_proj",
@@ -64,11 +77,14 @@ def _read_text(file: ConfigFile, architecture: str, *, has_experts: bool) -> Mod
     file.reject_unless("attn_output_gate", True)
     file.choice("output_gate_type", ("swish", "silu"), "swish")
     # The width of an MLP has no effect where all layers have experts.
-    file.note_read("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "intermediate_size")
+    file.note_read("intermediate_size")
+    num_mtp_layers = file.integer("mtp_num_hidden_layers", 1, least=0, most=MAX_LAYERS)
+    has_embeddings = file.flag("mtp_use_dedicated_embeddings", False)
     config = replace(
         with_rope(config, file, default_rotary_factor=_ROTARY_FACTOR),
         names=_NAMES,
         text_tensors=TextTensors(_TEXT_PREFIXES, _SKIPPED),
+        mtp=_MTP if num_mtp_layers and not has_embeddings else None,
         norm_kind="offset_rms",
         has_qk_norm=True,
         has_attention_gate=True,
