@@ -25,6 +25,9 @@ from attention.kernels.triton.tiles import (
 
 __all__ = ["attend_item"]
 
+_VECTOR = tl.constexpr(4)
+"""Elements of float32 that a thread loads at a time."""
+
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_item(
@@ -207,8 +210,8 @@ def attend_item(
         tl.store(parts + part_heads[:, None] * head_size + dims[None, :], result, mask=is_stored)
         tl.store(part_lse + part_heads, result_lse, mask=is_vector)
         # With one row per item there are few programs, so each may use more registers.
-        lone: tl.constexpr = 32 // triton.next_power_of_2(num_queries_per_kv)
-        parts_at_once: tl.constexpr = max(4, lone) if rows_per_item == 1 else 4
+        is_small: tl.constexpr = triton.next_power_of_2(num_queries_per_kv) * padded_size <= 1024
+        parts_at_once: tl.constexpr = 8 if rows_per_item == 1 and is_small else 4
         # All threads must have stored their part before it is counted as complete.
         tl.debug_barrier()
         for place in range(0, num_rows):
@@ -262,49 +265,71 @@ def merge_parts(
     Pointers: parts `[num_parts, num_heads, head_size]` and part_lse `[num_parts, num_heads]`,
     float32, of which those of the row begin at `first_part`, counted in heads; out `[num_heads,
     head_size]` and lse `[num_heads]` float32, of the row; sinks `[num_heads]` float32.
-    `parts_at_once`, a power of two, is limited by the registers. Loads bypass the L1 cache, because
+    `parts_at_once` is limited by the registers. Loads bypass the L1 cache, because
     other programs may have written the parts.
     """
     padded_heads: tl.constexpr = triton.next_power_of_2(num_merged_heads)
-    some_heads = tl.arange(0, padded_heads)
-    is_head = some_heads < num_merged_heads
-    heads = first_head + some_heads
-    dims = tl.arange(0, padded_size)
-    top = tl.full([padded_heads], float("-inf"), tl.float32)
-    total = tl.zeros([padded_heads], tl.float32)
-    merged = tl.zeros([padded_heads, padded_size], tl.float32)
+    # Each row is a vector of a thread, so that no sum is over threads.
+    row_vectors: tl.constexpr = padded_size // _VECTOR
+    rows = tl.arange(0, padded_heads * row_vectors)
+    heads = rows // row_vectors
+    is_head = heads < num_merged_heads
+    heads += first_head
+    dims = (rows % row_vectors * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
+    is_dim = is_head[:, None] & (dims < head_size)
+    top = tl.full([padded_heads * row_vectors], float("-inf"), tl.float32)
+    total = tl.zeros([padded_heads * row_vectors], tl.float32)
+    merged = tl.zeros([padded_heads * row_vectors, _VECTOR], tl.float32)
     if has_sinks:
         top = tl.load(sinks + heads, mask=is_head, other=0.0)
         total += 1.0
     for first in range(0, num_parts, parts_at_once):
-        some = first + tl.arange(0, parts_at_once)
-        indices = first_part + some[:, None] * num_heads + heads[None, :]
-        is_part = (some < num_parts)[:, None] & is_head[None, :]
-        some_lse = tl.load(
-            part_lse + indices, mask=is_part, other=float("-inf"), cache_modifier=".cg"
-        )
-        some_parts = tl.load(
-            parts + indices[:, :, None] * head_size + dims[None, None, :],
-            mask=is_part[:, :, None] & (dims[None, None, :] < head_size),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        higher = tl.maximum(top, tl.max(some_lse, 0))
+        some_parts = ()
+        for place in tl.static_range(parts_at_once):
+            indices = first_part + (first + place) * num_heads + heads
+            # Triton can only add tuples.
+            some_parts = some_parts + (  # type: ignore[assignment]  # noqa: RUF005
+                tl.load(
+                    parts + indices[:, None] * head_size + dims,
+                    mask=(first + place < num_parts) & is_dim,
+                    other=0.0,
+                    cache_modifier=".cg",
+                ),
+            )
+        # All these loads are on their way before the first product waits.
+        tl.debug_barrier()
+        some_lse = ()
+        for place in tl.static_range(parts_at_once):
+            some_lse = some_lse + (  # type: ignore[assignment]  # noqa: RUF005
+                tl.load(
+                    part_lse + first_part + (first + place) * num_heads + heads,
+                    mask=(first + place < num_parts) & is_head,
+                    other=float("-inf"),
+                    cache_modifier=".cg",
+                ),
+            )
+        higher = top
+        for place in tl.static_range(parts_at_once):
+            higher = tl.maximum(higher, some_lse[place])
         # Every part has keys, but padding heads have none.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(some_lse - base[None, :])
         shrink = tl.exp(top - base)
-        merged = merged * shrink[:, None] + tl.sum(some_parts * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
+        merged *= shrink[:, None]
+        total *= shrink
+        for place in tl.static_range(parts_at_once):
+            weights = tl.exp(some_lse[place] - base)
+            merged += some_parts[place] * weights[:, None]
+            total += weights
         top = higher
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(
-        out + (heads * out_head_stride)[:, None] + dims[None, :],
+        out + (heads * out_head_stride)[:, None] + dims,
         (merged / total[:, None]).to(out.dtype.element_ty),
-        mask=is_head[:, None] & (dims[None, :] < head_size),
+        mask=is_dim,
     )
     if has_lse:
-        tl.store(lse + heads, top + tl.log(total), mask=is_head)
+        is_first = is_head & (rows % row_vectors == 0)
+        tl.store(lse + heads, top + tl.log(total), mask=is_first)
 
 
 @triton.jit
