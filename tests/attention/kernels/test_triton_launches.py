@@ -20,19 +20,19 @@ CHANGING = {"num_pairs", "table_stride", "table_width"}
 and for multiples of 16."""
 KERNELS = ROOT / "attention" / "kernels" / "triton"
 BEFORE = {
+    "_early_tiles",
     "arange",
     "full",
     "min",
     "minimum",
     "num_programs",
-    "prefetch_outputs",
     "program_id",
     "to",
     "weight_vectors",
     "zeros",
 }
 """What a kernel may call before it waits: nothing that reads or writes but the read of weights, and
-nothing that depends on other reads but what is fetched into a cache."""
+of experts that `test_experts_are_known_before_the_second_product_starts` is about."""
 UPLOADED = {
     "attend_item": {"item", "item_words", "row_words", "positions", "slots"},
     "_write_new_tokens": {"positions", "slots", "token", "entries", "half"},
@@ -223,6 +223,18 @@ def test_a_kernel_waits_before_it_touches_what_others_write(name: str) -> None:
         assert allowed.issuperset(called_names(statement))
         for read in loads(statement):
             assert UPLOADED[name] | PLACES >= read
+
+
+def test_experts_are_known_before_the_second_product_starts() -> None:
+    first, second = (
+        ast.unparse(dependent_kernels()[name]) for name in ("_gate_up_rows", "_down_rows")
+    )
+    assert "_early_tiles" in second
+    waits, starts = (first.index(call) for call in ("starts_next=False", "start_next_kernel("))
+    assert waits < starts
+    file = (KERNELS / "experts" / "rows.py").read_text()
+    launches = file[file.index("def row_expert_sums") :]
+    assert launches.index("_gate_up_rows[") < launches.index("_down_rows[")
 
 
 def test_all_kernels_of_a_decode_step_are_looked_at() -> None:

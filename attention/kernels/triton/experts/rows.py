@@ -17,7 +17,6 @@ import triton.language as tl
 
 from attention.kernels.triton.experts.tiles import gated
 from attention.kernels.triton.experts.tuning import MXFP4_HALF
-from attention.kernels.triton.gemm.narrow_products import row_inputs
 from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, add_row_product, weight_vectors
 from attention.kernels.triton.kernel_launcher import (
     can_depend,
@@ -25,7 +24,6 @@ from attention.kernels.triton.kernel_launcher import (
     start_next_kernel,
     wait_for_inputs,
 )
-from attention.kernels.triton.tuning import next_power_of_two
 
 if TYPE_CHECKING:
     from attention.kernels.arguments import ExpertWeights
@@ -35,10 +33,9 @@ __all__ = ["row_expert_sums"]
 _TILE_COLUMNS = 4
 _TILE_BYTES = 2048
 _NUM_WARPS = 4
-_MAX_PREFETCHED_BYTES = 24 << 20
-"""Half of the L2 cache of a Hopper GPU."""
-_LINE = tl.constexpr(64)
-"""Numbers of 16 bits in a line of the L2 cache."""
+_NUM_LANES = 32
+_TILES_AT_ONCE = tl.constexpr(8)
+"""Tiles of a warp, which take four registers of a thread each."""
 
 
 @triton.jit
@@ -182,84 +179,91 @@ def _gate_up_rows(
 
 
 @triton.jit
-def _joined_products(
-    inner: tl.tensor,
+def _own_matrix(
     down: tl.tensor,
-    weights: tl.tensor,
+    expert: tl.tensor,
+    hidden_size: tl.constexpr,
+    row_size: tl.constexpr,
+    num_experts: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return a pointer to an expert's matrix, or another matrix, and if the expert is here."""
+    is_ours = (expert >= 0) & (expert < num_experts)
+    return down + tl.where(is_ours, expert, 0).to(tl.int64) * (hidden_size * row_size), is_ours
+
+
+@triton.jit
+def _load_tiles(
+    matrix: tl.tensor,
+    columns: tl.tensor,
+    first: tl.constexpr,
+    size: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> tl.tuple:
+    """Return the tiles of columns from `first` on, each as of `weight_vectors`, a few at most."""
+    end: tl.constexpr = min(first + _TILES_AT_ONCE, (size + tile - 1) // tile)
+    tiles = ()
+    for index in tl.static_range(first, end):
+        # Triton can only add tuples.
+        tiles = tiles + (  # type: ignore[assignment]  # noqa: RUF005
+            weight_vectors(matrix, columns, index * tile, size, tile, vector),
+        )
+    return tiles
+
+
+@triton.jit
+def _early_tiles(
+    down: tl.tensor,
     experts: tl.tensor,
     first_expert: tl.tensor,
-    read: tl.tensor,
-    num_chosen: tl.constexpr,
+    columns: tl.tensor,
+    num_early: tl.constexpr,
     hidden_size: tl.constexpr,
-    inner_size: tl.constexpr,
+    row_size: tl.constexpr,
     num_experts: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> tl.tuple:
+    """Return `_load_tiles` of the first experts of a row, before `_gate_up_rows` has ended.
+
+    That kernel has waited for the experts before it let the caller start.
+    """
+    tiles = ()
+    for index in tl.static_range(num_early):
+        # The L1 cache may have experts of before.
+        expert = tl.load(experts + index, cache_modifier=".cg") - first_expert
+        matrix, _ = _own_matrix(down, expert, hidden_size, row_size, num_experts)
+        tiles += _load_tiles(matrix, columns, 0, row_size, tile, vector)
+    return tiles
+
+
+@triton.jit
+def _tile_products(
+    tiles: tl.tuple,
+    skipped: tl.constexpr,
+    inputs: tl.tensor,
+    first: tl.constexpr,
+    size: tl.constexpr,
     tile_columns: tl.constexpr,
     tile: tl.constexpr,
     vector: tl.constexpr,
 ) -> tl.tensor:
-    """Return partial sums, one per thread, of the weighted products of a row's experts.
+    """Return partial sums, one per thread, of the products of `_load_tiles` with the inputs.
 
-    The inputs of the experts are one after the other, as a single row: threads that multiply by
-    different experts find these at the same time. Pointers of the row as in `_down_rows`; `read`
-    are the columns, clamped to the last column.
+    The first `skipped` tiles belong to other products.
     """
-    size: tl.constexpr = num_chosen * inner_size
-    num_tiles: tl.constexpr = (size + tile - 1) // tile
+    end: tl.constexpr = min(first + _TILES_AT_ONCE, (size + tile - 1) // tile)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
-    for index in tl.static_range(num_tiles):
-        starts = index * tile + tl.arange(0, tile // vector) * vector
-        is_inside = starts < size
-        place = starts // inner_size
-        expert = tl.load(experts + place, mask=is_inside, other=-1) - first_expert
-        # Experts of other ranks add nothing here.
-        is_ours = is_inside & (expert >= 0) & (expert < num_experts)
-        share = tl.load(weights + place, mask=is_ours, other=0.0)
-        offsets = tl.where(is_ours, expert, 0).to(tl.int64) * (hidden_size * inner_size)
-        offsets += starts - place * inner_size
-        places = (read * inner_size)[:, None, None] + offsets[None, :, None]
-        values = tl.load(
-            down + places + tl.arange(0, vector)[None, None, :],
-            mask=is_ours[None, :, None],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        inputs = row_inputs(inner, starts, size, vector)
-        products = tl.sum(values.to(tl.float32) * inputs[None, :, :], axis=2)
-        sums += tl.where(is_ours[None, :], products * share[None, :], 0.0)
+    for index in tl.static_range(first, end):
+        elements = index * tile + tl.arange(0, tile)
+        # Every column has its inputs, so that each warp loads them as its threads need them.
+        places = tl.zeros([tile_columns], tl.int32)[:, None] + elements[None, :]
+        is_inside = (elements < size)[None, :] | (size % tile == 0)
+        values = tl.load(inputs + places, mask=is_inside, other=0.0)
+        values = tl.reshape(values, [tile_columns, tile // vector, vector]).to(tl.float32)
+        weights = tiles[skipped + index - first].to(tl.float32)
+        sums += tl.sum(weights * values, axis=2)
     return sums
-
-
-@triton.jit
-def prefetch_outputs(
-    down: tl.tensor,
-    experts: tl.tensor,
-    first_expert: tl.tensor,
-    read: tl.tensor,
-    num_chosen: tl.constexpr,
-    hidden_size: tl.constexpr,
-    row_size: tl.constexpr,
-    num_experts: tl.constexpr,
-    num_lines: tl.constexpr,
-) -> None:
-    """Read the weights of some columns of a row's experts into the L2 cache, and nothing else.
-
-    The experts may still be written, so that weights are read that nothing needs; `num_lines` is
-    that of a column, or more. Pointer of the row: experts.
-    """
-    for index in tl.static_range(num_chosen):
-        # Later loads of the experts must not find these in the L1 cache.
-        expert = (tl.load(experts + index, cache_modifier=".cg") - first_expert).to(tl.int64)
-        is_ours = (expert >= 0) & (expert < num_experts)
-        lines = tl.minimum(tl.arange(0, num_lines) * _LINE, row_size - 1)
-        places = expert * (hidden_size * row_size) + read[:, None] * row_size + lines[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(down + tl.where(is_ours, places, 0)).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -275,7 +279,6 @@ def _down_rows(
     num_chosen: tl.constexpr,
     has_bias: tl.constexpr,
     adds: tl.constexpr,
-    num_lines: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -292,43 +295,68 @@ def _down_rows(
 
     Launched by `row_expert_sums`; grid `(tiles of columns, num_rows)`. Pointers: down and scales as
     of `expert_sums`; biases `[num_experts, hidden_size]`; weights `[num_rows, num_chosen]` float32;
-    out `[num_rows, hidden_size]`; the others as of `_gate_up_rows`. If `num_lines` is not 0, it is
-    that of a row of weights, which are read into the L2 cache before `inner` is written.
+    out `[num_rows, hidden_size]`; the others as of `_gate_up_rows`. Plain weights have a warp for
+    each column.
     """
     row = tl.program_id(1)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     read = tl.minimum(columns, hidden_size - 1)
-    if num_lines > 0:
-        prefetch_outputs(
+    num_tiles: tl.constexpr = (row_size + tile - 1) // tile
+    num_early: tl.constexpr = min(num_chosen, _TILES_AT_ONCE // num_tiles)
+    early = ()
+    if kind == "plain":
+        early = _early_tiles(
             down,
             experts + row * num_chosen,
             first_expert,
             read,
-            num_chosen,
+            num_early,
             hidden_size,
             row_size,
             num_experts,
-            num_lines,
+            tile,
+            vector,
         )
     wait_for_inputs(is_dependent, starts_next=False)
     start_next_kernel(is_dependent)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
     if kind == "plain":
-        sums = _joined_products(
-            inner + row.to(tl.int64) * (num_chosen * inner_size),
-            down,
-            weights + row * num_chosen,
-            experts + row * num_chosen,
-            first_expert,
-            read,
-            num_chosen,
-            hidden_size,
-            inner_size,
-            num_experts,
-            tile_columns,
-            tile,
-            vector,
-        )
+        inner += row.to(tl.int64) * (num_chosen * inner_size)
+        for index in tl.static_range(num_early):
+            expert = tl.load(experts + row * num_chosen + index) - first_expert
+            product = _tile_products(
+                early,
+                index * num_tiles,
+                inner + index * inner_size,
+                0,
+                inner_size,
+                tile_columns,
+                tile,
+                vector,
+            )
+            # Experts of other ranks add nothing here.
+            is_ours = (expert >= 0) & (expert < num_experts)
+            share = tl.load(weights + row * num_chosen + index)
+            sums += tl.where(is_ours, product * share, 0.0)
+        for index in range(num_early, num_chosen):
+            expert = tl.load(experts + row * num_chosen + index) - first_expert
+            matrix, is_ours = _own_matrix(down, expert, hidden_size, row_size, num_experts)
+            share = tl.load(weights + row * num_chosen + index)
+            for first in tl.static_range(0, num_tiles, _TILES_AT_ONCE):
+                tiles = _load_tiles(matrix, read, first, row_size, tile, vector)
+                # All these loads are on their way before the first product waits.
+                tl.debug_barrier()
+                product = _tile_products(
+                    tiles,
+                    0,
+                    inner + index * inner_size,
+                    first,
+                    inner_size,
+                    tile_columns,
+                    tile,
+                    vector,
+                )
+                sums += tl.where(is_ours, product * share, 0.0)
     total = tl.zeros([tile_columns], tl.float32)
     for index in tl.static_range(num_chosen if kind != "plain" or has_bias else 0):
         pair = row * num_chosen + index
@@ -394,16 +422,11 @@ def row_expert_sums(
         # The interpreter has no inline assembly.
         "unpacks": x.is_cuda,
         "is_dependent": can_depend(x.device),
-        "tile": _TILE_BYTES // gate_up.element_size(),
         "vector": VECTOR_BYTES // gate_up.element_size(),
         "num_warps": _NUM_WARPS,
         **launch_options(x.device),
     }
-    num_lines = 0
-    num_read = num_chosen * hidden_size * down.shape[2] * down.dtype.itemsize
-    is_small = num_rows == 1 and num_read <= _MAX_PREFETCHED_BYTES
-    if is_small and down.dtype.itemsize == 2 and can_depend(x.device):
-        num_lines = next_power_of_two(triton.cdiv(down.shape[2], _LINE.value))
+    tile = _TILE_BYTES // gate_up.element_size()
     alpha, limit = stored.clamp or (0.0, 0.0)
     # Without a gate, a program has twice the columns, so that it reads as much.
     input_columns = 2 * _TILE_COLUMNS * inner_size // stored.num_columns
@@ -423,6 +446,7 @@ def row_expert_sums(
         num_columns=stored.num_columns,
         row_size=gate_up.shape[2],
         tile_columns=input_columns,
+        tile=tile,
         **common,
     )
     _down_rows[(triton.cdiv(hidden_size, _TILE_COLUMNS), num_rows)](
@@ -436,8 +460,8 @@ def row_expert_sums(
         stored.first_expert,
         has_bias=stored.down_bias is not None,
         adds=adds,
-        num_lines=num_lines,
         row_size=down.shape[2],
         tile_columns=_TILE_COLUMNS,
+        tile=tile if stored.is_mxfp4 else _NUM_LANES * VECTOR_BYTES // gate_up.element_size(),
         **common,
     )
