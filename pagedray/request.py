@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, StrEnum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ __all__ = [
     "MAX_WHITESPACE",
     "WHITESPACE",
     "AnswerHeader",
+    "AskedMasks",
     "FinishReason",
     "Grammar",
     "Matcher",
@@ -55,6 +56,26 @@ class Matcher(Protocol):
     def is_free(self) -> bool:
         """Whether it allows every token from the last mask on, so that no other mask is needed."""
 
+    @property
+    def forced_ids(self) -> Sequence[int]:
+        """Tokens that most likely follow the tokens and drafts of the last masks.
+
+        The structure allows no other text there.
+        """
+
+
+class AskedMasks(NamedTuple):
+    """The masks to be made for a sequence: of its next token, and of the token after each draft."""
+
+    matcher: Any  # Any: of the grammar's own kind.
+    """What `Grammar.matcher` returned."""
+    token_ids: Sequence[int]
+    """All tokens of the sequence, the prompt included."""
+    draft_ids: Sequence[int] = ()
+    """Guesses of its next tokens."""
+    num_forced: int = 0
+    """The most tokens of `Matcher.forced_ids` that are of use."""
+
 
 class Grammar(Protocol):
     """A compiled structure, shared by any number of sequences."""
@@ -68,8 +89,7 @@ class Grammar(Protocol):
 
     def masks(
         self,
-        # Any: the matchers are its own kind's.
-        asked: Sequence[tuple[Any, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,
@@ -79,8 +99,11 @@ class Grammar(Protocol):
         It waits up to `wait_s` for the first `num_awaited` of them, and not for the others. A mask
         that is not made by then is None; a later call that asks for it again returns it.
 
-        `asked` pairs matchers with all tokens of their sequences, the prompt included. Matchers may
-        belong to any grammar of the same model. Bit `i % 32` of int32 word `i // 32` is token `i`.
+        The mask of the next token is followed by the masks of the tokens after drafts, up to the
+        first draft that is not allowed, or to the first mask that is not made by then.
+
+        Matchers may belong to any grammar of the same model. Bit `i % 32` of int32 word `i // 32`
+        of a mask is token `i`.
         """
 
 

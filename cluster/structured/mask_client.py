@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cluster.structured.messages import GrammarText
-    from pagedray.request import Request
+    from pagedray.request import AskedMasks, Request
 
 __all__ = [
     "CompiledGrammar",
@@ -85,6 +85,8 @@ class CompiledGrammar:
         """The size of the grammar in the mask process, once it is loaded."""
         self.incarnation = 0
         """The incarnation of the mask process that it was last loaded into."""
+        self.has_drafts = True
+        """Whether masks behind drafts are made, which have ended no process so far."""
         self._source = source
         self._note_end = note_end
 
@@ -102,7 +104,7 @@ class CompiledGrammar:
 
     def masks(
         self,
-        asked: Sequence[tuple[MatcherHandle, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,
@@ -128,6 +130,8 @@ class MatcherHandle:
         """Why the structure ended the sequence with an error; empty if it did not."""
         self.is_free = False
         """Whether the sequence needs no more masks."""
+        self.forced_ids: Sequence[int] = ()
+        """Tokens that most likely follow the tokens and drafts of the last masks."""
         self.id = sequence_id
         """The id of the sequence in the mask process."""
         self._note_end = note_end
@@ -167,8 +171,8 @@ class MatcherHandle:
         """Return whether this incarnation of the process makes its mask."""
         return self._outcome is None and self._incarnation == incarnation
 
-    def query(self, token_ids: Sequence[int], incarnation: int, *, costly_s: float) -> MaskQuery:
-        """Return the query for the next mask; another incarnation gets all generated tokens.
+    def query(self, asked: AskedMasks, incarnation: int, *, costly_s: float) -> MaskQuery:
+        """Return the query for the next masks; another incarnation gets all generated tokens.
 
         The mask is costly if it takes more than `costly_s` of CPU time.
         """
@@ -176,11 +180,14 @@ class MatcherHandle:
         if incarnation != self._incarnation:
             self._incarnation, self._num_sent = incarnation, self._num_prompt_tokens
             start = replace(self._start, cpu_s=self._cpu_s)
-        added = list(token_ids[self._num_sent :])
-        self._num_sent = len(token_ids)
+        added = list(asked.token_ids[self._num_sent :])
+        self._num_sent = len(asked.token_ids)
         self._outcome = None
         self._costly_s = costly_s
-        return MaskQuery(self.id, added, start)
+        self.forced_ids = ()
+        if not self.grammar.has_drafts:
+            return MaskQuery(self.id, added, start)
+        return MaskQuery(self.id, added, start, list(asked.draft_ids), asked.num_forced)
 
     def note_made(self, made: MadeMask) -> None:
         """Record the reply to the query."""
@@ -189,6 +196,7 @@ class MatcherHandle:
         self._mask_cpu_s = made.mask_cpu_s
         self._outcome = made.finish_reason or made.words
         self.is_free = made.is_free
+        self.forced_ids = made.forced_ids
         if made.error != REJECTED_TOKEN:
             self.error = made.error
 
@@ -210,9 +218,6 @@ _TOO_COSTLY = "its masks take too much time or memory"
 
 
 """The reason for the end of sequences with a structure that has ended a process, or would."""
-
-
-_Asked = tuple[MatcherHandle, "Sequence[int]"]
 
 
 class MaskProcessDiedError(Exception):
@@ -292,7 +297,7 @@ class MaskClient:
         return MatcherHandle(grammar, next(self._ids), request, note_end)
 
     def masks(
-        self, asked: Sequence[_Asked], *, num_awaited: int, wait_s: float
+        self, asked: Sequence[AskedMasks], *, num_awaited: int, wait_s: float
     ) -> list[Outcome | None]:
         """Return the mask, or how the sequence ends, for each matcher and its tokens.
 
@@ -308,12 +313,16 @@ class MaskClient:
                 self._query_all(asked, num_awaited, wait_s)
             except MaskProcessDiedError as error:
                 logger.warning("Querying each sequence alone. %s", error)
+                for one in asked:
+                    # They may be the cause, and no sequence needs them.
+                    if one.draft_ids or one.num_forced:
+                        one.matcher.grammar.has_drafts = False
                 # Only the cause ends, with the other sequences of its grammar: each of them would
                 # cost a process too.
                 crashing: set[CompiledGrammar] = set()
                 for one in asked:
                     self._query_alone(one, crashing)
-        return [matcher.outcome_after(token_ids) for matcher, token_ids in asked]
+        return [one.matcher.outcome_after(one.token_ids) for one in asked]
 
     def close(self) -> None:
         """End the process and the calls that wait for it."""
@@ -327,9 +336,9 @@ class MaskClient:
                 self._disconnect()
             self._close_orphaned()
 
-    def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> None:
+    def _query_alone(self, asked: AskedMasks, crashing: set[CompiledGrammar]) -> None:
         """Wait for the outcome of a query; add its grammar to `crashing` if that ends a process."""
-        matcher, token_ids = asked
+        matcher, token_ids, *_ = asked
         if matcher.outcome_after(token_ids) is not None:
             return
         if matcher.grammar in crashing:
@@ -343,7 +352,7 @@ class MaskClient:
             matcher.note_failure(token_ids, _TOO_COSTLY if error.is_killed else "")
 
     def _query_all(
-        self, asked: Sequence[_Asked], num_awaited: int, wait_s: float
+        self, asked: Sequence[AskedMasks], num_awaited: int, wait_s: float
     ) -> set[CompiledGrammar]:
         """Query masks and wait for the first masks; return the grammars that ended a process.
 
@@ -352,11 +361,11 @@ class MaskClient:
         crashing: set[CompiledGrammar] = set()
         until_s = time.monotonic() + wait_s
         while left := _without_outcome(asked):
-            process = self._process_with({matcher.grammar for matcher, _ in left})
+            process = self._process_with({one.matcher.grammar for one in left})
             queries = [
-                matcher.query(token_ids, process.incarnation, costly_s=_COSTLY_SHARE * wait_s)
-                for matcher, token_ids in left
-                if not matcher.is_pending(process.incarnation)
+                one.matcher.query(one, process.incarnation, costly_s=_COSTLY_SHARE * wait_s)
+                for one in left
+                if not one.matcher.is_pending(process.incarnation)
             ]
             if queries:
                 self._send_queries(process, queries, wait_s)
@@ -365,7 +374,7 @@ class MaskClient:
             reply = self._receive_reply(process, left_s)
             if reply is None:
                 break
-            crashing |= _apply(reply, left)
+            crashing |= _apply(reply, asked)
         return crashing
 
     def _load(self, grammar: CompiledGrammar) -> int:
@@ -494,28 +503,31 @@ class MaskClient:
             self._process = None
 
 
-def _without_outcome(asked: Sequence[_Asked]) -> list[_Asked]:
-    return [one for one in asked if one[0].outcome_after(one[1]) is None]
+def _without_outcome(asked: Sequence[AskedMasks]) -> list[AskedMasks]:
+    return [one for one in asked if one.matcher.outcome_after(one.token_ids) is None]
 
 
-def _apply(reply: MaskReply, asked: Sequence[_Asked]) -> set[CompiledGrammar]:
+def _apply(reply: MaskReply, asked: Sequence[AskedMasks]) -> set[CompiledGrammar]:
     """Record the masks that were requested; return the grammars that ended the process."""
-    matchers = {matcher.id: matcher for matcher, _ in asked}
+    matchers: dict[int, MatcherHandle] = {one.matcher.id: one.matcher for one in asked}
     crashing: set[CompiledGrammar] = set()
     for made in reply.masks:
         # Others belong to sequences that have ended.
         if made.sequence_id not in matchers:
             continue
         matcher = matchers[made.sequence_id]
+        if made.is_offender and made.finish_reason is None:
+            matcher.grammar.has_drafts = False
+            continue
         matcher.note_made(made)
         if made.error:
             logger.warning("Ending a sequence with an error: %s.", made.error)
         if made.is_offender:
             crashing.add(matcher.grammar)
     # Other sequences of the grammar may be as slow, and there may be many.
-    for matcher, token_ids in _without_outcome(asked):
-        if matcher.grammar in crashing:
-            matcher.note_failure(token_ids, _TOO_COSTLY)
+    for one in _without_outcome(asked):
+        if one.matcher.grammar in crashing:
+            one.matcher.note_failure(one.token_ids, _TOO_COSTLY)
     return crashing
 
 

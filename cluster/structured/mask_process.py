@@ -9,6 +9,7 @@ socket closes, or when a mask takes too long or all memory.
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.structured.child_process import (
     is_out_of_memory,
@@ -28,7 +30,6 @@ from cluster.structured.child_process import (
     write_frame,
 )
 from cluster.structured.messages import (
-    REJECTED_TOKEN,
     GrammarLoaded,
     LoadFailed,
     LoadGrammar,
@@ -36,6 +37,7 @@ from cluster.structured.messages import (
     MaskReply,
     StepQuery,
 )
+from cluster.structured.sequence_matcher import BASE_CPU_S, SequenceMatcher, allowed_cpu_s
 from cluster.structured.token_matchers import (
     FreeMatcher,
     MarkMatcher,
@@ -49,14 +51,15 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
-    from numpy.typing import NDArray
-
     from cluster.structured.messages import MaskQuery, MatcherStart
+    from cluster.structured.sequence_matcher import DraftMasks
     from cluster.structured.token_matchers import TextMatcher, TokenMatcher
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
-__all__ = ["MaskJob", "MaskWork", "SequenceMatcher", "allowed_cpu_s", "serve_masks"]
+__all__ = ["MaskJob", "MaskWork", "serve_masks"]
 
+_AFTER_ALL_S = math.inf
+"""The place of masks behind drafts among masks by CPU time: no other mask waits for them."""
 _MAX_THREADS = 8
 _NUM_COSTLY_THREADS = 2
 _COSTLY_S = 0.005
@@ -67,12 +70,6 @@ _CHECK_INTERVAL_S = 0.05
 """Time between two checks of the limits of masks that are being made."""
 _HANG_S = 5.0
 """Time after which the kernel kills the process if a mask keeps it from reading its clock."""
-_BASE_CPU_S = 0.5
-"""CPU time that a sequence may take for its masks, in addition to that of its tokens."""
-_TOKEN_CPU_S = 0.01
-"""CPU time that each token allows."""
-_REPLAYED_TOKEN_CPU_S = 0.0001
-"""CPU time that a replayed token allows, in addition to the sequence's earlier time."""
 
 
 def serve_masks(
@@ -208,15 +205,21 @@ class _MaskServer:
         matcher = self._matchers.get(query.sequence_id)
         return 0.0 if matcher is None else matcher.last_cpu_s
 
-    def _make(self, query: MaskQuery) -> MadeMask | None:
-        """Return a mask, or None if its sequence has ended. Raises MemoryError or RuntimeError."""
+    def _make(self, query: MaskQuery) -> tuple[MadeMask | None, DraftMasks | None]:
+        """Return a mask, and how to make those behind drafts; None if the sequence has ended.
+
+        Raises MemoryError or RuntimeError.
+        """
         matcher = self._matcher_of(query)
         if matcher is None:
-            return None
+            return None, None
         words = np.zeros((1, self._library.num_mask_words), dtype=np.int32)
         end = matcher.write_mask(query.token_ids, words, 0)
         self._last_s[matcher.grammar_id] = matcher.last_cpu_s
-        return MadeMask(
+        drafts = None
+        if end is None and (query.draft_ids or query.num_forced):
+            drafts = matcher.draft_masks(query, words[0], self._library.index)
+        made = MadeMask(
             query.sequence_id,
             matcher.cpu_s,
             matcher.last_cpu_s,
@@ -225,6 +228,7 @@ class _MaskServer:
             matcher.error if end is FinishReason.ERROR else "",
             is_free=end is None and matcher.is_free,
         )
+        return made, drafts
 
     def _matcher_of(self, query: MaskQuery) -> SequenceMatcher | None:
         """Return the matcher of a sequence, or None if the sequence or its grammar has ended."""
@@ -305,7 +309,10 @@ class MaskWork:
         return not (self._running or self._quick or self._costly)
 
     def make_masks(self, jobs: Sequence[MaskJob], patience_s: float) -> list[MadeMask]:
-        """Return the finished masks once all quick masks are made, or after `patience_s`."""
+        """Return the finished masks once all quick masks are made, or after `patience_s`.
+
+        Masks behind drafts that are not made by then are not made.
+        """
         with self._lock:
             for job in jobs:
                 job.is_alone = len(jobs) == 1 and self.is_idle
@@ -320,6 +327,8 @@ class MaskWork:
             quick, self._num_awaited = self._awaited, len(self._awaited)
             self._has_made.wait_for(lambda: not self._num_awaited, patience_s)
             self._awaited, self._num_awaited = [], 0
+            for job in quick:
+                job.stop_drafts()
             self._set_aside(patience_s / 2)
             return _made(quick)
 
@@ -382,6 +391,12 @@ class MaskWork:
             job.made = made
             del self._running[thread_id]
             is_awaited = job in self._awaited
+            if is_awaited and job.drafts is not None:
+                drafts_job = DraftsJob(job, job.drafts)
+                self._awaited.append(drafts_job)
+                self._num_awaited += 1
+                heapq.heappush(self._quick, (_AFTER_ALL_S, next(self._numbers), drafts_job))
+                self._has_quick.notify()
             self._num_awaited -= is_awaited
             if is_awaited and not self._num_awaited:
                 self._has_made.notify()
@@ -391,7 +406,7 @@ class MaskWork:
 
 
 def _made(jobs: Iterable[MaskJob]) -> list[MadeMask]:
-    return [job.made for job in jobs if job.made is not None]
+    return [job.with_drafts(job.made) for job in jobs if job.made is not None]
 
 
 class MaskJob:
@@ -400,17 +415,19 @@ class MaskJob:
     def __init__(
         self,
         query: MaskQuery,
-        make: Callable[[MaskQuery], MadeMask | None],
+        make: Callable[[MaskQuery], tuple[MadeMask | None, DraftMasks | None]],
         expected_s: float = 0.0,
     ) -> None:
-        """`make` returns None for a sequence that has ended. `expected_s` is the CPU time."""
+        """`make` returns no mask for a sequence that has ended. `expected_s` is the CPU time."""
         self.expected_s = expected_s
         self.made: MadeMask | None = None
+        self.drafts: DraftMasks | None = None
+        """How to make the masks behind drafts, once the mask is made."""
         self.is_costly = False
         """Whether its thread has low priority."""
         self.is_alone = False
         """Whether no other mask was to be made when it was requested."""
-        self._query = query
+        self.query = query
         self._make = make
         self._clock: int | None = None
         self._began_s = 0.0
@@ -423,18 +440,31 @@ class MaskJob:
     @property
     def is_over(self) -> bool:
         """Whether the mask takes too long."""
-        return self.cpu_s > _BASE_CPU_S + allowed_cpu_s(self._query)
+        return self.cpu_s > BASE_CPU_S + allowed_cpu_s(self.query)
 
     def make(self) -> MadeMask | None:
         """Make the mask in the calling thread, unless its sequence has ended."""
         self._began_s = time.thread_time()
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        return self._make(self._query)
+        made, self.drafts = self._make(self.query)
+        return made
+
+    def with_drafts(self, made: MadeMask) -> MadeMask:
+        """Return a mask with the masks behind drafts that are made."""
+        if self.drafts is None:
+            return made
+        words, forced_ids = b"".join((made.words, *self.drafts.masks)), self.drafts.forced_ids
+        return replace(made, words=words, forced_ids=forced_ids)
+
+    def stop_drafts(self) -> None:
+        """Make no other masks behind drafts."""
+        if self.drafts is not None:
+            self.drafts.is_stopped = True
 
     def failed(self, error: str) -> MadeMask:
         """Return the end of its sequence, which ends the process, too."""
         return MadeMask(
-            self._query.sequence_id,
+            self.query.sequence_id,
             0.0,
             0.0,
             finish_reason=FinishReason.ERROR,
@@ -443,105 +473,19 @@ class MaskJob:
         )
 
 
-def allowed_cpu_s(query: MaskQuery) -> float:
-    """Return the CPU time that the tokens of a query allow.
+class DraftsJob(MaskJob):
+    """The masks behind the drafts of a sequence, which are part of another job's result."""
 
-    To replay tokens to a new process takes 1 to 5 us each, or, for an ambiguous grammar, about as
-    long as they took the first time, most of which is not making masks.
-    """
-    if query.start is None:
-        return _TOKEN_CPU_S * len(query.token_ids)
-    return _REPLAYED_TOKEN_CPU_S * len(query.token_ids) + query.start.cpu_s
-
-
-class SequenceMatcher:
-    """Follows one sequence through its grammar, within limits of CPU time."""
-
-    def __init__(self, matcher: TokenMatcher, start: MatcherStart, vocab_size: int) -> None:
-        self.grammar_id = start.grammar_id
-        self._matcher = matcher
-        self._min_tokens = start.min_tokens
-        self._num_tokens = 0
-        has_eos = start.ignores_eos and start.eos_token_ids
-        self._eos = _bits(start.eos_token_ids, vocab_size) if has_eos else None
-        self._early = (
-            _bits((*start.eos_token_ids, *start.stop_token_ids), vocab_size)
-            if start.min_tokens
-            else None
-        )
-        self._was_queried = False
-        self.cpu_s = start.cpu_s
-        """CPU time taken in total."""
-        self.last_cpu_s = 0.0
-        """CPU time of the last mask."""
-        self._finish_reason: FinishReason | None = None
-        self.error = ""
-        """Why the sequence ended with an error; empty if it did not."""
+    def __init__(self, job: MaskJob, drafts: DraftMasks) -> None:
+        """Make masks once those of `job` are made."""
+        super().__init__(job.query, lambda _: (drafts.make(), None))
+        self.is_alone = job.is_alone
 
     @property
-    def is_free(self) -> bool:
-        """Whether the sequence needs no other mask: every token is allowed from here on."""
-        is_long = self._num_tokens >= self._min_tokens
-        return is_long and self._eos is None and self._matcher.is_free
+    def is_over(self) -> bool:
+        """Whether a mask takes too long."""
+        return self.cpu_s > BASE_CPU_S
 
-    def write_mask(
-        self, token_ids: list[int], masks: NDArray[np.int32], row: int
-    ) -> FinishReason | None:
-        """Accept tokens and write the mask of the next token, or return how the sequence ends.
-
-        `masks` is `[num_rows, ceil(vocab_size / 32)]`; the row is all zero. Raises only errors of
-        memory, which another sequence may have caused.
-        """
-        if self._finish_reason is not None:
-            return self._finish_reason
-        started_s = time.thread_time()
-        try:
-            found = self._next(token_ids, masks, row)
-        # Whatever the library raises for one grammar must not affect the others.
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            found = self._failed(f"the grammar failed: {error!r:.200}")
-        took_s = time.thread_time() - started_s
-        # Replayed tokens were charged before.
-        cpu_s = self.cpu_s + took_s if self._was_queried else max(self.cpu_s, took_s)
-        self.last_cpu_s, self.cpu_s = cpu_s - self.cpu_s, cpu_s
-        self._was_queried = True
-        if self.cpu_s > _BASE_CPU_S + _TOKEN_CPU_S * self._num_tokens:
-            found = self._failed(
-                f"its masks took {self.cpu_s:.2f} s of CPU time for {self._num_tokens} tokens"
-            )
-        self._finish_reason = found
-        return found
-
-    def _next(
-        self, token_ids: list[int], masks: NDArray[np.int32], row: int
-    ) -> FinishReason | None:
-        for token_id in token_ids:
-            if not self._matcher.accept_token(token_id):
-                return self._failed(REJECTED_TOKEN)
-        self._num_tokens += len(token_ids)
-        self._matcher.write_mask(masks, row)
-        words = masks[row]
-        if self._eos is not None:
-            words &= ~self._eos
-        if not words.any():
-            if self._matcher.is_complete:
-                return FinishReason.STOP
-            return self._failed("the grammar allows no further token")
-        if self._early is not None and self._num_tokens < self._min_tokens:
-            later = words & ~self._early
-            # Where the grammar allows nothing but an end, it takes precedence over min_tokens.
-            if later.any():
-                words[:] = later
-        return None
-
-    def _failed(self, error: str) -> FinishReason:
-        self.error = error
-        return FinishReason.ERROR
-
-
-def _bits(token_ids: Iterable[int], size: int) -> NDArray[np.int32]:
-    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
-    bits[[token_id for token_id in token_ids if token_id < size]] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+    def failed(self, error: str) -> MadeMask:
+        """Return that the masks end the process, which is no fault of the sequence."""
+        return MadeMask(self.query.sequence_id, 0.0, 0.0, is_offender=True)

@@ -119,13 +119,17 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskQuery(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for one mask."""
+    """Asks for a mask, and for the masks of the tokens behind drafts."""
 
     sequence_id: int
     token_ids: list[int]
     """Tokens generated since the last query of the sequence."""
     start: MatcherStart | None = None
     """Set if the process does not know the sequence."""
+    draft_ids: list[int] = []
+    """Guesses of the tokens that follow."""
+    num_forced: int = 0
+    """The most tokens of `MadeMask.forced_ids`."""
 
 
 class StepQuery(msgspec.Struct, frozen=True, array_like=True):
@@ -147,13 +151,17 @@ class MadeMask(msgspec.Struct, frozen=True, array_like=True):
     mask_cpu_s: float
     """The part of it that this mask took."""
     words: bytes = b""
+    """The mask of the next token, then the masks of the tokens behind drafts, as far as made."""
     finish_reason: FinishReason | None = None
     error: str = ""
     """Why the sequence ends with an error."""
     is_offender: bool = False
-    """Whether it took too long or too much memory, so that the process exits."""
+    """Whether it took too long or too much memory, so that the process exits. Without a finish
+    reason, the masks behind drafts did, of which the sequence needs none."""
     is_free: bool = False
     """Whether the sequence needs no other mask, since every token is allowed from here on."""
+    forced_ids: list[int] = []
+    """Tokens that most likely follow all drafts, since no other text is allowed there."""
 
 
 class MaskReply(msgspec.Struct, frozen=True, array_like=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from typing import TYPE_CHECKING, Protocol
+from bisect import bisect_left, bisect_right
+from copy import copy
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -47,6 +48,15 @@ class TokenMatcher(Protocol):
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if it is not allowed."""
 
+    def copy(self) -> Self:
+        """Return a matcher at the same position, which advances on its own."""
+
+    def forced_token(self, index: TokenIndex) -> int | None:
+        """Return the longest token of the only text that may follow; None if there are several.
+
+        Shorter tokens of that text may be allowed, too.
+        """
+
     def reset(self) -> None:
         """Return to the start."""
 
@@ -73,6 +83,14 @@ class FreeMatcher:
     def accept_token(self, token_id: int) -> bool:
         """Return True."""
         return True
+
+    def copy(self) -> Self:
+        """Return this matcher, which has no position."""
+        return self
+
+    def forced_token(self, index: TokenIndex) -> int | None:
+        """Return None."""
+        return None
 
     def reset(self) -> None:
         """Do nothing."""
@@ -129,6 +147,18 @@ class MarkMatcher:
         """Advance by a text, or return False if the grammar does not allow it."""
         self._is_expected = False
         return self._matcher.accept_text(text)
+
+    def copy(self) -> Self:
+        """Return a matcher at the same position, which advances on its own."""
+        copied = copy(self)
+        copied._matcher = self._matcher.copy()
+        return copied
+
+    def forced_token(self, index: TokenIndex) -> int | None:
+        """Return the mark where nothing else may be, or what the grammar forces behind it."""
+        if not self._is_expected:
+            return self._matcher.forced_token(index)
+        return self._token_id if self._index is None else None
 
     def reset(self) -> None:
         """Return to the start of the grammar."""
@@ -189,15 +219,30 @@ class ReasoningBudget:
         self._tracker.add_token(token_id, self._index.bytes_of(token_id))
         return self._matcher.accept_token(token_id)
 
+    def copy(self) -> Self:
+        """Return a matcher at the same position, which advances on its own."""
+        copied = copy(self)
+        copied._matcher = self._matcher.copy()
+        copied._tracker = copy(self._tracker)
+        return copied
+
+    def forced_token(self, index: TokenIndex) -> int | None:
+        """Return the next token of the mark once the budget is spent."""
+        return self._next_of_end() if self._is_spent else self._matcher.forced_token(index)
+
     def reset(self) -> None:
         """Return to the start of the turn."""
         self._matcher.reset()
         self._begin()
 
+    @property
+    def _is_spent(self) -> bool:
+        is_inside = self._tracker.place is ReasoningPlace.INSIDE
+        return is_inside and self._num_tokens >= self._max_tokens
+
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
         """Set the bits of the allowed tokens in a row of zeros."""
-        is_inside = self._tracker.place is ReasoningPlace.INSIDE
-        if is_inside and self._num_tokens >= self._max_tokens:
+        if self._is_spent:
             word, bit = divmod(self._next_of_end(), 32)
             masks.view("uint32")[row, word] = 1 << bit
             return
@@ -291,6 +336,25 @@ class ReasoningMatcher:
                 self._set_headers(0)
                 return self._accept_line_feeds(self._tracker.after)
         return True
+
+    def copy(self) -> Self:
+        """Return a matcher at the same position, which advances on its own."""
+        copied = copy(self)
+        copied._matcher = self._matcher.copy()
+        copied._tracker = copy(self._tracker)
+        return copied
+
+    def forced_token(self, index: TokenIndex) -> int | None:
+        """Return what a header or the grammar forces, unless there may be reasoning or a space."""
+        place = self._tracker.place
+        if place in (ReasoningPlace.START, ReasoningPlace.INSIDE):
+            return None
+        if self._headers:
+            found = {one.token_ids[self._num_passed] for one in self._headers}
+            return found.pop() if len(found) == 1 else None
+        if place is ReasoningPlace.AFTER and not self._has_begun:
+            return None
+        return self._matcher.forced_token(index)
 
     def reset(self) -> None:
         """Return to the start of the turn."""
@@ -455,6 +519,20 @@ class TokenIndex:
         while last < len(self._sorted) and self._sorted[last].startswith(text):
             last += 1
         return self._ids[first:last]
+
+    def longest_prefix(self, text: bytes) -> int | None:
+        """Return the id of the longest token with which a text begins."""
+        end = text
+        while end:
+            place = bisect_right(self._sorted, end) - 1
+            if place < 0:
+                return None
+            token = self._sorted[place]
+            if text.startswith(token):
+                return self._ids[place]
+            # Prefixes of the text are in the order of their lengths, and before this token.
+            end = text[: next(n for n, byte in enumerate(token) if byte != text[n])]
+        return None
 
     def equal_to(self, text: bytes) -> list[int]:
         """Return the ids of the tokens of exactly this text."""

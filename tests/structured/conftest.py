@@ -13,6 +13,7 @@ from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from cluster.structured.token_matchers import vocabulary_of
 from cluster.structured.xgrammar_library import XGrammarLibrary
+from pagedray.request import AskedMasks
 from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def made_masks(
 ) -> list[bytes | FinishReason]:
     """Return the mask, or how the sequence ends, for each matcher and its tokens."""
     grammar = asked[0][0].grammar
-    found = grammar.masks(asked, num_awaited=len(asked), wait_s=math.inf)
+    asked_masks = [AskedMasks(matcher, token_ids) for matcher, token_ids in asked]
+    found = grammar.masks(asked_masks, num_awaited=len(asked), wait_s=math.inf)
     assert None not in found
     return [one for one in found if one is not None]
 

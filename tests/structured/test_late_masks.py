@@ -12,7 +12,7 @@ import pytest
 
 from cluster.structured.mask_client import MaskClient
 from cluster.structured.messages import GrammarText
-from pagedray.request import FinishReason, Request
+from pagedray.request import AskedMasks, FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import wait_for
 from tests.structured.fake_masks import FakeMasks
@@ -42,7 +42,7 @@ class Client:
         self, *asked: tuple[MatcherHandle, Sequence[int]], num_awaited: int, wait_s: float = 60.0
     ) -> list[int | FinishReason | None]:
         """Return which token may follow the tokens of each sequence."""
-        given = [(matcher, (7, *token_ids)) for matcher, token_ids in asked]
+        given = [AskedMasks(matcher, (7, *token_ids)) for matcher, token_ids in asked]
         found = self._client.masks(given, num_awaited=num_awaited, wait_s=wait_s)
         return [
             int.from_bytes(one, "little").bit_length() - 1 if isinstance(one, bytes) else one

@@ -16,7 +16,6 @@ from cluster.structured.mask_client import (
     CompiledGrammar,
     MaskClient,
 )
-from cluster.structured.mask_process import SequenceMatcher, allowed_cpu_s
 from cluster.structured.messages import (
     GrammarLoaded,
     GrammarText,
@@ -28,8 +27,9 @@ from cluster.structured.messages import (
     MatcherStart,
     StepQuery,
 )
+from cluster.structured.sequence_matcher import SequenceMatcher, allowed_cpu_s
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
-from pagedray.request import FinishReason, Request
+from pagedray.request import AskedMasks, FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import wait_for
 from tests.slow_params import some_slow
@@ -48,7 +48,7 @@ REQUEST = Request(
 # Any: matchers.
 def waited_for(client: MaskClient, asked: Sequence[tuple[Any, Sequence[int]]]) -> Sequence[Any]:
     """Return the outcomes, however long they take."""
-    return client.masks(asked, num_awaited=len(asked), wait_s=math.inf)
+    return client.masks([AskedMasks(*one) for one in asked], num_awaited=len(asked), wait_s=math.inf)
 
 
 class Batch:
