@@ -325,7 +325,7 @@ class EngineLoop:
         if made.masks is not None:
             self._executor.send_masks(made.masks)
         self._mask_patience.note_masks(may_delay_step=is_alone or bool(made.late))
-        if not (made.ends or made.late or made.deferred):
+        if not (made.ends or made.late or made.deferred or made.cut):
             return
         with self._lock:
             events = self._scheduler.apply_masks(made)

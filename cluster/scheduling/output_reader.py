@@ -18,11 +18,12 @@ from pagedray.batch import PromptLogprobs, StepOutput, StepPlan, TokenLogprobs
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.fault_recovery import FaultRecovery
     from cluster.scheduling.kv_manager import KvManager
+    from cluster.scheduling.masked_step import MaskedRow
     from cluster.scheduling.sequence_table import SequenceTable
     from cluster.scheduling.speculation import Speculator
 
@@ -137,7 +138,11 @@ class OutputReader:
             sequence, first = chain.sequence, end
             end = first + len(chain.draft_ids) + 1
             token_ids = output.token_ids[first:end]
-            num_accepted = _num_equal(chain.draft_ids, token_ids)
+            num_accepted = _num_equal(chain.draft_ids[: chain.num_usable], token_ids)
+            if sequence in in_flight.late:
+                if self._speculator is not None:
+                    self._speculator.note_chain(chain, 0)
+                continue
             if sequence.state is FINISHED:
                 if token_ids[num_accepted] < 0:
                     self._prefixes.forget_blocks(sequence)
@@ -244,11 +249,24 @@ class InFlightStep(msgspec.Struct, frozen=True):
     """Sampled sequences with late masks; they sample no token."""
     prompt_logprob_rows: dict[int, Sequence]
     """Sequences by row with log-probabilities of their prompts in the step."""
-    masked: list[Sequence]
-    """Sampled sequences with a masked token."""
+    masked: list[MaskedRow]
+    """Sequences with masked tokens, in the order of the plan."""
     chains: list[Chain] = []
     """Sequences with drafts, which follow the other sampled sequences. No plan is made before their
     output is known."""
+
+    def cut_chains(self, num_usable: Mapping[Sequence, int]) -> None:
+        """Accept at most so many drafts of some chains."""
+        self.chains[:] = [
+            chain._replace(num_usable=num_usable.get(chain.sequence)) for chain in self.chains
+        ]
+
+    def note_late(self, sequence: Sequence) -> None:
+        """Note that a sequence samples no token, since its first mask is late."""
+        self.late.append(sequence)
+        for chain in self.chains:
+            if chain.sequence is sequence:
+                sequence.refuse_drafts(len(chain.draft_ids))
 
     @property
     def num_sampled(self) -> int:

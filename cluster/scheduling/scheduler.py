@@ -20,7 +20,7 @@ from cluster.scheduling.costs import CostMeter, StepPace, StepTimes, SwapCosts
 from cluster.scheduling.fair_queue import Backlog
 from cluster.scheduling.fault_recovery import Blame, BlamedError, FaultRecovery
 from cluster.scheduling.kv_manager import KvManager, KvOptions
-from cluster.scheduling.masked_step import MadeMasks, MaskedStep
+from cluster.scheduling.masked_step import MadeMasks, MaskedRow, MaskedStep
 from cluster.scheduling.output_reader import InFlightStep, OutputReader, PromptLogprobsBuffer
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Sequence
@@ -291,7 +291,7 @@ class Scheduler:
         buffer = self._prompt_logprobs
         prompt_logprob_rows = buffer.prompt_logprob_rows(draft.prefilled) if buffer.requests else {}
         sampled = draft.sampled
-        masked = [one for one in sampled if one.is_masked] if self._has_structures else []
+        masked = _masked_rows(draft) if self._has_structures else []
         self._in_flight.append(
             InFlightStep(
                 plan, sampled, draft.prefilled, [], prompt_logprob_rows, masked, draft.chains
@@ -322,20 +322,22 @@ class Scheduler:
         There must be no other plan in flight, since masks depend on the tokens of all earlier
         steps. Needs no lock on the thread that makes plans and applies outputs.
         """
-        step, sequences = -1, []
+        step, rows = -1, []
         if self._in_flight:
             (in_flight,) = self._in_flight
             step = in_flight.plan.step
-            sequences = in_flight.masked
+            rows = in_flight.masked
         if self._deferred:
             self._deferred = [one for one in self._deferred if one.is_deferred]
         waiting = [one for one in self._deferred if one.waits_for_mask]
-        return MaskedStep(step, sequences, waiting) if sequences or waiting else None
+        return MaskedStep(step, rows, waiting) if rows or waiting else None
 
     def apply_masks(self, made: MadeMasks) -> list[TokenEvent]:
         """Take back the plans of sequences with late masks, and end sequences without a mask."""
+        if made.cut:
+            self._in_flight[0].cut_chains(made.cut)
         for sequence in made.late:
-            self._in_flight[0].late.append(sequence)
+            self._in_flight[0].note_late(sequence)
             if sequence.state is FINISHED:
                 continue
             if sequence.is_prefill:
@@ -461,6 +463,15 @@ class Scheduler:
                 f"Step {output.step} has {num_bytes} bytes of drafts, but its output has "
                 f"{len(output.draft_ids)}."
             )
+
+
+def _masked_rows(draft: PlanDraft) -> list[MaskedRow]:
+    """Return the sequences of a plan that sample under masks, in its order."""
+    chained = (chain.masked_row for chain in draft.chains)
+    return [
+        *(MaskedRow(one) for one in draft.sampled if one.is_masked),
+        *(row for row in chained if row is not None),
+    ]
 
 
 def _error_of_structure(sequence: Sequence, reason: FinishReason) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "DiskRead",
     "FailedAdmission",
     "Finished",
+    "ForcedTokens",
     "Held",
     "Placed",
     "Quarantined",
@@ -414,9 +415,11 @@ class Sequence:
 class SequenceMasks:
     """When a sequence needs masks, and whether steps wait for them."""
 
-    __slots__ = ("is_made", "is_strict", "matcher", "num_deferred", "start")
+    __slots__ = ("forced", "is_made", "is_strict", "matcher", "num_deferred", "start")
 
     def __init__(self, start: int) -> None:
+        self.forced: ForcedTokens | None = None
+        """The last tokens that the grammar forced."""
         self.is_strict = False
         """Whether no token may be computed twice, so that every token waits for its mask."""
         self.start = start
@@ -443,6 +446,14 @@ class SequenceMasks:
             self.num_deferred = _NUM_DEFERRED
         elif self.num_deferred and not self.is_strict:
             self.num_deferred -= 1
+
+
+class ForcedTokens(NamedTuple):
+    """Tokens of a sequence that most likely follow, since its grammar allows no other text."""
+
+    place: int
+    """The number of tokens before them."""
+    token_ids: AnySequence[int]
 
 
 class SequenceDrafts:

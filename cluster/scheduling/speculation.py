@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.drafters import HeadDrafter, NgramDrafter, PredictionDrafter
 from cluster.scheduling.fault_recovery import BlamedError
+from cluster.scheduling.masked_step import MaskedRow
 from cluster.scheduling.sequence import Sequence, SequenceDrafts
 from cluster.scheduling.stats import SpeculationStats
 from cluster.scheduling.suffix_decoding import SuffixDrafter
@@ -57,6 +58,18 @@ class Chain(NamedTuple):
     position: int
     """The position of its last known token, which the plan computes too."""
     draft_ids: AnySequence[int]
+    num_usable: int | None = None
+    """The first drafts, if no others have masks; the others count as wrong."""
+
+    @property
+    def masked_row(self) -> MaskedRow | None:
+        """The part of the chain that samples under masks, if any."""
+        masks = self.sequence.masks
+        if masks is None:
+            return None
+        first_masked = self.sequence.num_prompt_tokens + masks.start
+        row = MaskedRow(self.sequence, self.draft_ids, max(first_masked - self.position - 1, 0))
+        return row if row.num_masks > 0 else None
 
 
 class RowTimes:
@@ -140,9 +153,8 @@ class Speculator:
         self.num_accepted_at = [0] * self._num_drafts
 
     def open_sequence(self, sequence: Sequence) -> None:
-        """Let a sequence have drafts, unless it samples under masks or its request forbids them."""
-        is_disabled = sequence.active.request.sampling.disable_spec_decode
-        if sequence.masks is None and not is_disabled:
+        """Let a sequence have drafts, unless its request forbids them."""
+        if not sequence.active.request.sampling.disable_spec_decode:
             sequence.drafts = SequenceDrafts(self._rates.copy())
 
     def close_sequence(self, sequence: Sequence) -> None:
@@ -287,6 +299,9 @@ class Speculator:
         # A chain samples one token more than it has drafts.
         limit = min(self._num_drafts, sequence.max_length - num_tokens - num_pending - 1)
         if limit <= 0 or num_tokens < drafts.paused_until:
+            return ()
+        if sequence.masks is not None and sequence.masks.num_deferred:
+            # The masks behind drafts would not be made in time.
             return ()
         # A defect of a drafter ends only the request.
         try:

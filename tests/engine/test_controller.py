@@ -39,7 +39,7 @@ class HeldGrammar:
 
     def masks(
         self,
-        asked: Sequence[tuple[HeldGrammar, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,

@@ -444,7 +444,7 @@ class RandomMasks:
     def masks(
         self,
         # Any: what `matcher` returns.
-        asked: Sequence[tuple[Any, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,

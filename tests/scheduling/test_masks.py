@@ -46,7 +46,7 @@ class LastTokenGrammar:
     def masks(
         self,
         # Any: what `matcher` returns.
-        asked: Sequence[tuple[Any, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,
@@ -54,7 +54,7 @@ class LastTokenGrammar:
         self.num_awaited.append(num_awaited)
         return [
             self._end if len(token_ids) > 3 else (1 << len(token_ids)).to_bytes(4, "little")
-            for _, token_ids in asked
+            for _, token_ids, *_ in asked
         ]
 
 
@@ -218,7 +218,7 @@ class SlowGrammar:
     def masks(
         self,
         # Any: what `matcher` returns.
-        asked: Sequence[tuple[Any, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,

@@ -55,7 +55,7 @@ class FirstIsLate:
     def masks(
         self,
         # Any: what `matcher` returns.
-        asked: Sequence[tuple[Any, Sequence[int]]],
+        asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,
