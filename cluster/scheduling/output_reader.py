@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.scheduling.event import ChainEvent, TokenEvent
+from cluster.scheduling.masked_step import MaskedRow
 from cluster.scheduling.sequence import FINISHED, ActiveRequest, Running, Sequence
 from cluster.scheduling.speculation import Chain
 from pagedray.batch import PromptLogprobs, StepOutput, StepPlan, TokenLogprobs
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.fault_recovery import FaultRecovery
     from cluster.scheduling.kv_manager import KvManager
-    from cluster.scheduling.masked_step import MaskedRow
     from cluster.scheduling.sequence_table import SequenceTable
     from cluster.scheduling.speculation import Speculator
 

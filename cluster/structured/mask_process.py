@@ -478,7 +478,12 @@ class DraftsJob(MaskJob):
 
     def __init__(self, job: MaskJob, drafts: DraftMasks) -> None:
         """Make masks once those of `job` are made."""
-        super().__init__(job.query, lambda _: (drafts.make(), None))
+
+        def make(query: MaskQuery) -> tuple[None, None]:
+            drafts.make()
+            return None, None
+
+        super().__init__(job.query, make)
         self.is_alone = job.is_alone
 
     @property

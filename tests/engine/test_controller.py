@@ -11,7 +11,7 @@ import pytest
 from cluster.engine.engine_loop import MaskPatience
 from cluster.engine.watchdog import EngineClock
 from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
-from pagedray.request import FinishReason, Request
+from pagedray.request import AskedMasks, FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.engine.controller_rig import Rig
 from tests.fakes import FakeExecutor, wait_for
@@ -29,6 +29,7 @@ class HeldGrammar:
     error = ""
     is_costly = False
     is_free = False
+    forced_ids = ()
 
     def __init__(self) -> None:
         self.is_held = True

@@ -199,8 +199,8 @@ class FakeWorker:
         self.bad_outputs: deque[set[BadValue]] = deque()
         """For each output, what the logits came from that were bad."""
         self._known_bad: deque[set[BadValue]] = deque()
-        self.late_rows: dict[int, set[int]] = {}
-        """By step, the rows that sample nothing, since their masks were late."""
+        self.num_sampled: dict[int, dict[int, int]] = {}
+        """By step, how many tokens the rows sample of which some masks were late."""
         self._block_copy_s = block_copy_s
         self._token_s = token_s
         self.num_blocks = num_blocks
@@ -287,7 +287,8 @@ class FakeWorker:
             self._take_in(sequence)
         self._save_states(plan)
         self._copy_on_device(plan.late_copies)
-        late_rows = self.late_rows.pop(plan.step, set())
+        num_sampled = self.num_sampled.pop(plan.step, {})
+        late_rows = {row for row, number in num_sampled.items() if not number}
         assert not (late_rows and self.state_blocks), "a row will take a token in twice"
         for sequence in sequences:
             end = sequence.first_position + sequence.num_tokens
@@ -296,9 +297,11 @@ class FakeWorker:
         token_ids = []
         for one in sampled:
             if one.row in late_rows:
-                token_ids.append(-1)
+                token_ids += [-1] * (one.num_tokens if one.row in chains else 1)
+                self._drop_drafts(one, chains)
             elif one.row in chains:
-                token_ids += self._sample_chain(one)
+                most = num_sampled.get(one.row, one.num_tokens)
+                token_ids += self._sample_chain(one, most=most)
             else:
                 token_ids.append(self._sample(one))
         rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
@@ -512,14 +515,25 @@ class FakeWorker:
         row.append(token_id)
         return token_id
 
-    def _sample_chain(self, plan: SequencePlan) -> list[int]:
-        """Return the token after each token of a chain; the row keeps the accepted tokens."""
+    def _drop_drafts(self, plan: SequencePlan, chains: set[int]) -> None:
+        """Drop the drafts of a chain of which no token was sampled."""
+        if plan.row in chains:
+            row = self.rows[plan.row]
+            row.num_spare = max(row.num_spare, plan.num_tokens - 1)
+            row.truncate(plan.first_position + 1)
+            row.next_position = plan.first_position
+
+    def _sample_chain(self, plan: SequencePlan, *, most: int) -> list[int]:
+        """Return the token after each token of a chain; the row keeps the accepted tokens.
+
+        The first `most` tokens have masks.
+        """
         row, first = self.rows[plan.row], plan.first_position
         drafts, bad = row.token_ids[first + 1 :], row.bad
         row.num_spare = max(row.num_spare, len(drafts))
         row.truncate(first + 1)
         token_ids: list[int] = []
-        for number, draft in enumerate([*drafts, -1], 1):
+        for number, draft in enumerate([*drafts, -1][:most], 1):
             if bad is not None and row.bad_position < first + number:
                 row.bad = bad
             token_ids.append(self._sample(msgspec.structs.replace(plan, num_tokens=number)))
@@ -527,7 +541,7 @@ class FakeWorker:
             if token_ids[-1] != draft:
                 break
         # Behind a wrong draft, the worker may return any tokens.
-        return token_ids + [7] * (plan.num_tokens - len(token_ids))
+        return token_ids + [7] * (most - len(token_ids)) + [-1] * (plan.num_tokens - most)
 
     def _slot(self, row: _Row, position: int, group: int) -> tuple[int, int]:
         entry, slot = divmod(position, self.block_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.policy import MAX_PREEMPTIONS
@@ -12,7 +12,7 @@ from cluster.scheduling.sequence import Placed
 from cluster.scheduling.speculation import Speculator
 from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig, SpeculationConfig
-from pagedray.request import FinishReason, Request
+from pagedray.request import AskedMasks, FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
 from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords, undisturbed
@@ -110,6 +110,8 @@ class Harness:
         self.masks = RandomMasks()
         self.num_late = 0
         """Times that a mask was late."""
+        self.num_cut = 0
+        """Chains without masks behind some of their drafts."""
         self._masked_step = -1
         """The last step whose masks were made."""
         self._was_restricted = False
@@ -228,7 +230,7 @@ class Harness:
             sequence.active.request.grammar is not None
             for in_flight in self.scheduler._in_flight
             if in_flight.plan.step == step
-            for sequence in in_flight.sampled
+            for sequence in (*in_flight.sampled, *(one.sequence for one in in_flight.chains))
         )
 
     def execute(self) -> None:
@@ -396,8 +398,13 @@ class Harness:
         assert made.masks is None or made.masks.step == self._masked_step
         self.num_late += len(made.late)
         # Others have lost their rows meanwhile, and their tokens are discarded.
-        self.worker.late_rows[masked.step] = {
-            sequence.state.row for sequence in made.late if isinstance(sequence.state, Placed)
+        num_sampled = dict.fromkeys(made.late, 0)
+        num_sampled |= {sequence: number + 1 for sequence, number in made.cut.items()}
+        self.num_cut += len(made.cut)
+        self.worker.num_sampled[masked.step] = {
+            sequence.state.row: number
+            for sequence, number in num_sampled.items()
+            if isinstance(sequence.state, Placed)
         }
         assert self.scheduler.apply_masks(made) == []
         self.check()
@@ -424,8 +431,11 @@ class _Matcher:
     error = ""
     is_costly = False
     is_free = False
+    forced_ids = ()
     num_tokens = -1
     """Tokens before the mask that was made last."""
+    num_drafts = 0
+    """Drafts behind which masks were made with that mask."""
 
 
 class RandomMasks:
@@ -443,22 +453,27 @@ class RandomMasks:
 
     def masks(
         self,
-        # Any: what `matcher` returns.
         asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
         wait_s: float,
     ) -> list[bytes | FinishReason | None]:
-        return [self._mask(matcher, len(token_ids)) for matcher, token_ids in asked]
+        return [
+            self._masks(matcher, len(token_ids), len(draft_ids))
+            for matcher, token_ids, draft_ids, _ in asked
+        ]
 
-    def _mask(self, matcher: _Matcher, num_tokens: int) -> bytes | None:
+    def _masks(self, matcher: _Matcher, num_tokens: int, num_drafts: int) -> bytes | None:
         if matcher.num_tokens != num_tokens:
             if self._random.random() < self.lateness:
                 return None
             matcher.num_tokens = num_tokens
             matcher.is_costly = self._random.random() < _COSTLY
             matcher.is_free = self._random.random() < _FREE
-        return b"\xff"
+            if num_drafts and self._random.random() < self.lateness:
+                num_drafts = self._random.randrange(num_drafts)
+            matcher.num_drafts = num_drafts
+        return b"\xff" * (1 + matcher.num_drafts)
 
 
 class Results:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import SequencePlan, StepOutput
-from pagedray.request import FinishReason, Request
+from pagedray.request import AskedMasks, FinishReason, Request
 from tests.scheduling.builders import make_request, make_scheduler, plan_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class PlainMatcher:
     error = "its mask took 0.60 s"
     is_costly = False
     is_free = False
+    forced_ids = ()
 
 
 class LastTokenGrammar:
@@ -45,7 +46,6 @@ class LastTokenGrammar:
 
     def masks(
         self,
-        # Any: what `matcher` returns.
         asked: Sequence[AskedMasks],
         *,
         num_awaited: int,
@@ -200,6 +200,7 @@ class SlowGrammar:
     """A grammar that allows everything, and one matcher of it."""
 
     num_mask_bytes = 4
+    forced_ids = ()
     error = ""
 
     def __init__(self) -> None:
@@ -217,7 +218,6 @@ class SlowGrammar:
 
     def masks(
         self,
-        # Any: what `matcher` returns.
         asked: Sequence[AskedMasks],
         *,
         num_awaited: int,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import PromptLogprobs, StepOutput
-from pagedray.request import FinishReason, Request
+from pagedray.request import AskedMasks, FinishReason, Request
 from tests.scheduling.builders import make_request, make_scheduler, plan_of
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class FirstIsLate:
     error = ""
     is_costly = False
     is_free = False
+    forced_ids = ()
 
     def __init__(self, other: bytes | FinishReason) -> None:
         self._other = other
@@ -54,7 +55,6 @@ class FirstIsLate:
 
     def masks(
         self,
-        # Any: what `matcher` returns.
         asked: Sequence[AskedMasks],
         *,
         num_awaited: int,

@@ -18,7 +18,7 @@ from cluster.engine.rank_places import PoolMemories
 from cluster.scheduling.device_tier import DeviceTier
 from cluster.scheduling.groups import GroupTables
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.output_reader import OutputReader
+from cluster.scheduling.output_reader import InFlightStep, OutputReader
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.policy import Preemptor
 from cluster.scheduling.prefix_cache import PrefixCache
@@ -73,6 +73,7 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     EngineLoop,
     EngineStream,
     GroupTables,
+    InFlightStep,
     KvManager,
     OutputReader,
     Planner,
@@ -376,9 +377,17 @@ Planner._hold_chain: drafts are planned without blocks
 - min(end, blocks.num_slots)
 + end
 
-Speculator.open_sequence: a sequence under masks has drafts
-- if sequence.masks is None:
-+ if True:
+OutputReader._read_chains: a draft without a mask is accepted
+- chain.draft_ids[: chain.num_usable]
++ chain.draft_ids
+
+InFlightStep.note_late: the drafts behind a late mask count as computed
+- sequence.refuse_drafts(len(chain.draft_ids))
++ pass
+
+Scheduler.apply_masks: masks that end before the drafts are not noted
+- if made.cut:
++ if False:
 """
 
 

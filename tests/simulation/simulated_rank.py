@@ -153,23 +153,30 @@ class SimulatedRank:
         if masked and plan.step not in self._masks:
             return
         self._plans.popleft()
-        late_rows: set[int] = set()
+        num_sampled: dict[int, int] = {}
         if masked:
             masks = self._masks.pop(plan.step)
-            words = masks.words
-            assert len(words) == len(masked)
+            words = iter(masks.words)
+            assert len(masks.words) == len(masked)
+            num_before: dict[int, int] = {}
+            for one in plan.sequences:
+                if not one.is_sampled:
+                    continue
+                is_masked = self._is_masked(one.row, one.first_position + one.num_tokens)
+                if is_masked and not next(words):
+                    num_sampled.setdefault(one.row, num_before.get(one.row, 0))
+                num_before[one.row] = num_before.get(one.row, 0) + 1
             for index in masks.released:
                 self._mask_positions[masked[index]] = None
-            late_rows = {row for row, word in zip(masked, words, strict=True) if not word}
         self._is_busy = True
         delay_s = self._step_s * (0.5 + self._draws.random())
-        self._world.call_later(delay_s, lambda: self._end_step(plan, late_rows))
+        self._world.call_later(delay_s, lambda: self._end_step(plan, num_sampled))
 
     def _is_masked(self, row: int, position: int) -> bool:
         first = self._mask_positions[row]
         return first is not None and position >= first
 
-    def _end_step(self, plan: StepPlan, late_rows: set[int]) -> None:
+    def _end_step(self, plan: StepPlan, num_sampled: dict[int, int]) -> None:
         if self._is_dead or self.is_hung:
             return
         for one in plan.sequences:
@@ -180,7 +187,7 @@ class SimulatedRank:
                 return
         if self._number == 0:
             worker = self._worker
-            worker.late_rows[plan.step] = late_rows
+            worker.num_sampled[plan.step] = num_sampled
             worker.send(plan, self.held_rows.popleft(), set())
             worker.execute()
             worker.bad_outputs.clear()

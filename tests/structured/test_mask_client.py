@@ -48,7 +48,9 @@ REQUEST = Request(
 # Any: matchers.
 def waited_for(client: MaskClient, asked: Sequence[tuple[Any, Sequence[int]]]) -> Sequence[Any]:
     """Return the outcomes, however long they take."""
-    return client.masks([AskedMasks(*one) for one in asked], num_awaited=len(asked), wait_s=math.inf)
+    return client.masks(
+        [AskedMasks(*one) for one in asked], num_awaited=len(asked), wait_s=math.inf
+    )
 
 
 class Batch:
