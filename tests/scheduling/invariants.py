@@ -133,7 +133,7 @@ class Invariants:
                 assert sequence.unchecked_until <= sequence.blocks.num_slots
                 assert sequence.unchecked_until < sequence.max_length
             num_planned = [
-                len(chain.draft_ids) + 1
+                0 if sequence in one.late else len(chain.draft_ids) + 1
                 for one in self._scheduler._in_flight
                 for chain in one.chains
                 if chain.sequence is sequence
