@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import copytree
+from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.scheduling.drafters import Drafter, NgramDrafter
 from cluster.scheduling.speculation import Speculator
 from cluster.scheduling.suffix_decoding import SuffixDrafter
+from cluster.serving.tools.tool import Tool
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from pagedray import LLM, SamplingParams
 from pagedray.config import SpeculationConfig
 from pagedray.sampling_params import Structure
@@ -57,8 +61,98 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "n": {"temperature": 0.6, "n": 3},
     "stop strings": {"temperature": 0.0, "stop": [" the ", "\n\n", "):"]},
     "long stop string": {"temperature": 0.5, "stop": ["the first"], "logprobs": 0},
-    "structure": {"temperature": 0.4, "structure": Structure(kind="regex", text="[a-z ]{30}")},
 }
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "values": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        "kind": {"enum": ["mean", "median", None]},
+    },
+    "required": ["name", "values", "kind"],
+    "additionalProperties": False,
+}
+_TOOLS = [
+    Tool(name=name, parameters=_SCHEMA, is_strict=is_strict)
+    for name, is_strict in (("look", True), ("look_again", True), ("other", False))
+]
+
+
+def _calls(kind: Literal["auto", "required"]) -> Structure:
+    """Return the structure of a turn that may, or must, call tools with arguments."""
+    use = ToolUse(_TOOLS, ToolChoice(kind=kind), tool_format="hermes")
+    structure = use.structure(None, None)
+    assert structure is not None
+    return structure
+
+
+_JSON = Structure(kind="json_schema", text=json.dumps(_SCHEMA))
+_WORDS = Structure(kind="regex", text="[a-z ]{30}")
+MASKED: dict[str, dict[str, Any]] = {
+    "regex": {"temperature": 0.4, "structure": _WORDS},
+    "regex without end": {"temperature": 0.4, "structure": _WORDS, "ignore_eos": True},
+    "short regex, min_tokens": {
+        "temperature": 0.8,
+        "structure": Structure(kind="regex", text="[a-z ]{1,40}"),
+        "min_tokens": 9,
+    },
+    "grammar": {
+        "temperature": 1.0,
+        "structure": Structure(kind="grammar", text='root ::= ("(" [a-c]* root? ")")+'),
+    },
+    "schema, greedy": {"temperature": 0.0, "structure": _JSON, "max_tokens": 60},
+    "schema": {"temperature": 0.8, "structure": _JSON, "max_tokens": 60, "n": 2},
+    "schema, filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "structure": _JSON},
+    "schema, penalties": {
+        "temperature": 0.8,
+        "structure": _JSON,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.1,
+    },
+    "schema, logprobs and echo": {
+        "temperature": 0.5,
+        "structure": _JSON,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    },
+    "schema, stop": {"temperature": 0.5, "structure": _JSON, "stop": ['"values"', "]"]},
+    "tools": {"temperature": 0.0, "structure": _calls("auto"), "max_tokens": 60},
+    "tools, required": {"temperature": 0.7, "structure": _calls("required"), "max_tokens": 60},
+}
+PARAMETERS |= MASKED
+_CALL = (
+    '<tool_call>\n{"name": "look", "arguments": {"name": "a", "values": [1, 2, 3], '
+    '"kind": "median"}}\n</tool_call>\n'
+)
+_OWN_PROMPTS = {"tools": [_CALL * 4, _CALL * 3 + "<tool_call>", "<tool_call>"]}
+CHATS: dict[str, dict[str, Any]] = {
+    "reasoning budget": {"temperature": 0.7, "thinking_token_budget": 7},
+    "spent budget": {"temperature": 0.0, "thinking_token_budget": 0},
+    "reasoning and schema": {
+        "temperature": 0.6,
+        "thinking_token_budget": 9,
+        "structure": _JSON,
+        "max_tokens": 50,
+    },
+    "reasoning and tools": {
+        "temperature": 0.6,
+        "thinking_token_budget": 4,
+        "structure": _calls("required"),
+        "max_tokens": 50,
+    },
+}
+"""Parameters of conversations with a model that reasons."""
+_THINKING_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}<think>\n"
+
+
+def write_thinking_model(folder: Path) -> Path:
+    """Write a tiny model with a chat template that begins its reasoning; return its folder."""
+    copytree(TINY_LLAMA, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": _THINKING_TEMPLATE + "{# </think> #}"})
+    )
+    return folder
 
 
 class RandomDrafter:
@@ -110,6 +204,7 @@ def ngrams() -> Drafter:
 def open_llm(
     *,
     speculates: bool,
+    model: Path = TINY_LLAMA,
     head: Path | None = None,
     **options: Any,  # Any: options of any type
 ) -> Iterator[LLM]:
@@ -119,8 +214,10 @@ def open_llm(
     # Any: options of any type
     given: dict[str, Any] = {"executor": "local", "num_threads": 1, "device": "cpu"} | options
     with LLM(
-        TINY_LLAMA,
+        model,
         show_progress=False,
+        # Sufficient on a busy machine.
+        structure_compile_s=20.0,
         speculative_config=config if speculates else None,
         **given,
     ) as llm:
@@ -138,14 +235,21 @@ def speculator_of(llm: LLM) -> Speculator:
 
 def answers(llm: LLM, names: Sequence[str], *, max_tokens: int = 30) -> list[list[Any]]:
     """Return all that a client sees of the completions with these parameters, by prompt."""
-    prompts, params = [], []
+    prompts, params, chat_params = [], [], []
     for seed, name in enumerate(names):
-        for prompt in PROMPTS:
-            prompts.append(prompt)
-            params.append(
-                SamplingParams(**{"max_tokens": max_tokens, **PARAMETERS[name]}, seed=seed)
-            )
+        fields = {"max_tokens": max_tokens, **(CHATS.get(name) or PARAMETERS[name])}
+        for prompt in _OWN_PROMPTS.get(name, PROMPTS):
+            given = SamplingParams(**fields, seed=seed)
+            if name in CHATS:
+                chat_params.append(given)
+            else:
+                prompts.append(prompt)
+                params.append(given)
     generations = llm.generate(prompts, params, use_tqdm=False)
+    if chat_params:
+        conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        given_chats = conversations * (len(chat_params) // len(PROMPTS))
+        generations += llm.chat(given_chats, chat_params, use_tqdm=False)
     return [[one.prompt_token_ids, one.prompt_logprobs, one.outputs] for one in generations]
 
 

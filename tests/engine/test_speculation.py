@@ -10,6 +10,7 @@ import torch
 from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray import LLM
 from tests.engine.speculation_rig import (
+    CHATS,
     PARAMETERS,
     PROMPTS,
     TINY_LLAMA,
@@ -21,6 +22,7 @@ from tests.engine.speculation_rig import (
     sequences_of,
     speculator_of,
     suffixes,
+    write_thinking_model,
 )
 from tests.workers.draft_reference import random_eagle3_folder
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.drafters import Drafter
 
-NAMES = list(PARAMETERS)
+NAMES = [*PARAMETERS, *CHATS]
 # About 20 sequences share the blocks of three, so that some are preempted again and again.
 TIGHT = {"block_size": 4, "num_blocks": 300, "max_model_len": 300, "max_num_batched_tokens": 64}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -40,6 +42,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "recompute": {**TIGHT, "preemption": "recompute", "num_cpu_blocks": 0},
     "few free rows": {"max_num_seqs": 66, "enable_prefix_cache": False},
 }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_thinking_model(tmp_path_factory.mktemp("models") / "thinking")
 
 
 def drafters(expected: list[list[int]]) -> dict[str, Drafter]:
@@ -79,11 +86,11 @@ def checked(llm: LLM, drafter: Drafter, expected: list[list[Any]]) -> int:
     reason="The GEMM of this CPU rounds few rows differently from many.",
 )
 @pytest.mark.parametrize("engine", ENGINES)
-def test_completions_with_drafts_are_those_without(engine: str) -> None:
-    with open_llm(speculates=False, **ENGINES[engine]) as plain:
+def test_completions_with_drafts_are_those_without(engine: str, model: Path) -> None:
+    with open_llm(speculates=False, model=model, **ENGINES[engine]) as plain:
         expected = answers(plain, NAMES)
         num_steps = plain._engine.stats().num_steps
-    with open_llm(speculates=True, **ENGINES[engine]) as llm:
+    with open_llm(speculates=True, model=model, **ENGINES[engine]) as llm:
         num_accepted, num_oracle_steps = dict[str, int](), 0
         for name, drafter in drafters(sequences_of(expected)).items():
             first = llm._engine.stats().num_steps
@@ -104,13 +111,15 @@ def test_completions_with_drafts_are_those_without(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_completions_with_a_draft_head_are_those_without(engine: str, tmp_path: Path) -> None:
+def test_completions_with_a_draft_head_are_those_without(
+    engine: str, model: Path, tmp_path: Path
+) -> None:
     head = random_eagle3_folder(
         tmp_path / "head", TINY_LLAMA, layer_ids=(1, 2, 3), draft_vocab_size=500
     )
-    with open_llm(speculates=False, **ENGINES[engine]) as plain:
+    with open_llm(speculates=False, model=model, **ENGINES[engine]) as plain:
         expected = answers(plain, NAMES)
-    with open_llm(speculates=True, head=head, **ENGINES[engine]) as llm:
+    with open_llm(speculates=True, model=model, head=head, **ENGINES[engine]) as llm:
         check_equal(answers(llm, NAMES), expected)
         stats = llm._engine.stats().scheduler
     assert stats.speculation.num_draft_tokens > 0
