@@ -150,6 +150,8 @@ class MatcherHandle:
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._num_sent = self._num_prompt_tokens
         self._incarnation = 0
+        self._draft_ids: list[int] = []
+        """The drafts of the last query."""
         self._outcome: Outcome | None = None
         self._cpu_s = 0.0
         self._mask_cpu_s = 0.0
@@ -166,6 +168,15 @@ class MatcherHandle:
     def outcome_after(self, token_ids: Sequence[int]) -> Outcome | None:
         """Return the outcome for all tokens of the sequence, or None if it is not known."""
         return self._outcome if len(token_ids) == self._num_sent else None
+
+    def outcome_of(self, asked: AskedMasks) -> Outcome | None:
+        """Return the outcome of what was asked, or None if it is not known."""
+        outcome = self.outcome_after(asked.token_ids)
+        if isinstance(outcome, bytes) and [*asked.draft_ids] != self._draft_ids:
+            # The masks were made for a plan that did not get them in time.
+            self.forced_ids = ()
+            return outcome[: self.grammar.num_mask_bytes]
+        return outcome
 
     def is_pending(self, incarnation: int) -> bool:
         """Return whether this incarnation of the process makes its mask."""
@@ -185,9 +196,11 @@ class MatcherHandle:
         self._outcome = None
         self._costly_s = costly_s
         self.forced_ids = ()
-        if not self.grammar.has_drafts:
-            return MaskQuery(self.id, added, start)
-        return MaskQuery(self.id, added, start, list(asked.draft_ids), asked.num_forced)
+        has_drafts = self.grammar.has_drafts
+        self._draft_ids = [*asked.draft_ids] if has_drafts else []
+        return MaskQuery(
+            self.id, added, start, self._draft_ids, asked.num_forced if has_drafts else 0
+        )
 
     def note_made(self, made: MadeMask) -> None:
         """Record the reply to the query."""
@@ -322,7 +335,7 @@ class MaskClient:
                 crashing: set[CompiledGrammar] = set()
                 for one in asked:
                     self._query_alone(one, crashing)
-        return [one.matcher.outcome_after(one.token_ids) for one in asked]
+        return [one.matcher.outcome_of(one) for one in asked]
 
     def close(self) -> None:
         """End the process and the calls that wait for it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import TYPE_CHECKING, Any, Literal
 
+from cluster.engine.engine_loop import MaskPatience
 from cluster.scheduling.drafters import Drafter, NgramDrafter
 from cluster.scheduling.speculation import Speculator
 from cluster.scheduling.suffix_decoding import SuffixDrafter
@@ -155,6 +156,13 @@ def write_thinking_model(folder: Path) -> Path:
     return folder
 
 
+class Patient(MaskPatience):
+    """Waits for all masks: a token that is computed again may have other last bits."""
+
+    def wait_s(self, *, delays_others: bool) -> float:
+        return 60.0
+
+
 class RandomDrafter:
     """Guesses any tokens."""
 
@@ -221,6 +229,7 @@ def open_llm(
         speculative_config=config if speculates else None,
         **given,
     ) as llm:
+        llm._engine._mask_patience = Patient()
         if speculates:
             speculator = speculator_of(llm)
             speculator.times, speculator.head_times = FreeDrafts(), FreeDrafts()
