@@ -65,6 +65,8 @@ class SequenceMatcher:
         self._finish_reason: FinishReason | None = None
         self.error = ""
         """Why the sequence ended with an error; empty if it did not."""
+        self._drafts: DraftMasks | None = None
+        """The masks behind drafts that were requested last."""
 
     @property
     def is_free(self) -> bool:
@@ -110,11 +112,14 @@ class SequenceMatcher:
         Neither the limits of CPU time nor the position of the sequence are affected. `mask` is that
         of the next token.
         """
-        if not query.draft_ids and self.forced_token(mask, index) is None:
+        # One at a time, however long it takes.
+        is_busy = self._drafts is not None and self._drafts.is_running
+        if is_busy or not (query.draft_ids or self.forced_token(mask, index) is not None):
             return None
         copied = copy.copy(self)
         copied._matcher = self._matcher.copy()
-        return DraftMasks(query, copied, mask, index)
+        self._drafts = DraftMasks(query, copied, mask, index)
+        return self._drafts
 
     def next_mask(self, token_id: int) -> NDArray[np.int32] | None:
         """Accept a token and return the mask behind it; None if it is not allowed, or the last.
@@ -182,6 +187,8 @@ class DraftMasks:
         self.forced_ids: list[int] = []
         self.is_stopped = False
         """Whether no other mask is needed. Another thread may set this."""
+        self.is_running = False
+        """Whether masks are being made."""
         self._query = query
         self._matcher = matcher
         self._mask = mask
@@ -189,6 +196,13 @@ class DraftMasks:
 
     def make(self) -> None:
         """Make masks up to the first draft that is not allowed, and find forced tokens."""
+        self.is_running = True
+        try:
+            self._make()
+        finally:
+            self.is_running = False
+
+    def _make(self) -> None:
         for draft_id in self._query.draft_ids:
             if not self._advance(draft_id):
                 return

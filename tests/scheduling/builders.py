@@ -6,6 +6,7 @@ from typing import Any
 from cluster.scheduling.kv_manager import Admitted, KvManager, KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import ActiveRequest, Sequence
+from cluster.scheduling.speculation import Speculator
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import SchedulerConfig, StepLimits
 from pagedray.request import Request
@@ -39,6 +40,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
     enable_prefix_cache: bool = True,
+    speculator: Speculator | None = None,
 ) -> Scheduler:
     """Return a scheduler without a CPU pool."""
     return Scheduler(
@@ -51,6 +53,7 @@ def make_scheduler(
             hash_key=b"key",
         ),
         max_model_len=max_model_len,
+        speculator=speculator,
     )
 
 

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.speculation import Speculator
 from pagedray.batch import SequencePlan, StepOutput
-from pagedray.request import AskedMasks, FinishReason, Request
+from pagedray.config import SpeculationConfig
+from pagedray.request import AskedMasks, FinishReason, Grammar, Request
 from tests.scheduling.builders import make_request, make_scheduler, plan_of
+from tests.scheduling.drafting import FreeDrafts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.masked_step import MadeMasks
+    from cluster.scheduling.sequence import Sequence as ScheduledSequence
     from pagedray.batch import StepMasks, StepPlan
 
 
@@ -58,8 +62,8 @@ class LastTokenGrammar:
         ]
 
 
-def request(name: str, grammar: LastTokenGrammar | None, **fields: Any) -> Request:
-    return make_request(name, (5,), max_tokens=9, grammar=grammar, **fields)
+def request(name: str, grammar: Grammar | None, **fields: Any) -> Request:
+    return make_request(name, (5,), grammar=grammar, **{"max_tokens": 9, **fields})
 
 
 def scheduler() -> Scheduler:
@@ -412,3 +416,164 @@ def test_no_token_is_deferred_once_all_tokens_are_allowed() -> None:
     assert steps.run() == ["slow", "other"]
     steps.grammar.is_free = True
     assert [steps.run() for _ in range(4)] == [["other"]] + [["slow", "other"]] * 3
+
+
+class ChainGrammar:
+    """Makes the masks that a test says, and remembers what was asked."""
+
+    num_mask_bytes = 4
+    error = ""
+    is_costly = False
+    is_free = False
+    forced_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.num_masks: int | None = 1
+        """The number of masks that are made; None if the first is late."""
+        self.asked: list[AskedMasks] = []
+
+    def matcher(self, request: Request) -> ChainGrammar:
+        return self
+
+    def masks(
+        self, asked: Sequence[AskedMasks], *, num_awaited: int, wait_s: float
+    ) -> list[bytes | FinishReason | None]:
+        self.asked += asked
+        if self.num_masks is None:
+            return [None] * len(asked)
+        return [b"".join(bytes([number + 1]) * 4 for number in range(self.num_masks))] * len(asked)
+
+
+class Fixed:
+    """Guesses the same tokens."""
+
+    def __init__(self, *draft_ids: int) -> None:
+        self._draft_ids = draft_ids
+
+    def propose(self, sequence: ScheduledSequence, limit: int) -> Sequence[int]:
+        return self._draft_ids[:limit]
+
+
+def chained(grammar: Grammar, *drafts: int, **fields: Any) -> tuple[Scheduler, StepPlan]:
+    """Return a scheduler with a chain of these drafts in flight, behind a first token."""
+    config = SpeculationConfig(num_speculative_tokens=max(len(drafts), 1))
+    speculator = Speculator(config, Fixed(*drafts))
+    speculator.times = FreeDrafts()
+    one = make_scheduler(max_model_len=40, speculator=speculator)
+    one.add_request(request("a", grammar, ignore_eos=True, **{"max_tokens": 20, **fields}))
+    plan = plan_of(one)
+    if one.masked_step() is not None:
+        make_masks(one)
+    one.update(StepOutput(plan.step, [7]))
+    one.acknowledge(plan.step)
+    plan = plan_of(one)
+    assert len(plan.decodes) == len(drafts) + 1
+    return one, plan
+
+
+def numbers_of(made: MadeMasks) -> list[int]:
+    """Return the first byte of each mask."""
+    assert made.masks is not None
+    return list(made.masks.words[::4])
+
+
+def test_each_token_of_a_chain_has_a_mask() -> None:
+    grammar = ChainGrammar()
+    one, _ = chained(grammar, 8, 9)
+    grammar.num_masks = 3
+    made = make_masks(one)
+    assert grammar.asked[-1].draft_ids == (8, 9)
+    assert numbers_of(made) == [1, 2, 3]
+    assert (made.late, made.cut, made.ends) == ([], {}, [])
+
+
+@pytest.mark.parametrize(
+    ("num_masks", "sampled", "received"),
+    [
+        # Both drafts are right, but nothing is known behind the second.
+        (2, [8, 9, -1], (8, 9)),
+        (2, [8, 5, -1], (8, 5)),
+        (1, [8, -1, -1], (8,)),
+        (3, [8, 9, 4], (8, 9, 4)),
+    ],
+)
+def test_a_chain_ends_where_its_masks_end(
+    num_masks: int, sampled: list[int], received: tuple[int, ...]
+) -> None:
+    grammar = ChainGrammar()
+    one, plan = chained(grammar, 8, 9)
+    grammar.num_masks = num_masks
+    made = make_masks(one)
+    assert numbers_of(made) == [*range(1, num_masks + 1)] + [0] * (3 - num_masks)
+    assert one.apply_masks(made) == []
+    (event,) = one.update(StepOutput(plan.step, sampled))
+    assert (event.token_ids, event.finish_reason) == (received, None)
+    (sequence,) = one._table.running
+    assert sequence.num_pending == 0
+    assert sequence.masks is not None
+    assert not sequence.masks.num_deferred
+    # The next plan computes its last token.
+    assert plan_of(one).sequences[0].first_position == len(received) + 1
+
+
+def test_a_chain_without_its_first_mask_samples_nothing_and_is_planned_again() -> None:
+    grammar = ChainGrammar()
+    one, plan = chained(grammar, 8, 9)
+    grammar.num_masks = None
+    made = make_masks(one)
+    assert numbers_of(made) == [0, 0, 0]
+    assert one.apply_masks(made) == []
+    assert one.update(StepOutput(plan.step, [-1, -1, -1])) == []
+    one.acknowledge(plan.step)
+    assert one.num_nonfinite_sequences == 0
+    assert one.schedule() is None
+    grammar.num_masks = 1
+    make_masks(one)
+    # Steps do not wait for its masks, so it has no drafts.
+    plan = plan_of(one)
+    assert [(one.first_position, one.num_tokens) for one in plan.sequences] == [(1, 1)]
+    assert numbers_of(make_masks(one)) == [1]
+
+
+def test_masks_may_begin_within_a_chain() -> None:
+    grammar = ChainGrammar()
+    # The first token is known; the next is sampled without a mask.
+    one, plan = chained(grammar, 8, 9, thinking_token_budget=2)
+    grammar.num_masks = 3
+    # The masks of the prefixes of the drafts, without that of the next token.
+    assert numbers_of(make_masks(one)) == [2, 3]
+    one, plan = chained(grammar, 8, 9, thinking_token_budget=2)
+    grammar.num_masks = None
+    made = make_masks(one)
+    assert numbers_of(made) == [0, 0]
+    assert made.late == []
+    one.apply_masks(made)
+    (event,) = one.update(StepOutput(plan.step, [8, -1, -1]))
+    assert event.token_ids == (8,)
+    assert one.num_nonfinite_sequences == 0
+    one, _ = chained(grammar, 8, 9, thinking_token_budget=4)
+    assert one.masked_step() is None
+
+
+def test_a_sequence_is_released_by_the_first_masks_of_a_chain() -> None:
+    grammar = ChainGrammar()
+    one, plan = chained(grammar, 8, 9, thinking_token_budget=2)
+    grammar.num_masks, grammar.is_free = 3, True
+    made = make_masks(one)
+    assert made.masks is not None
+    assert list(made.masks.released) == [0]
+    assert numbers_of(made) == [2, 3]
+    one.update(StepOutput(plan.step, [8, 9, 4]))
+    plan_of(one)
+    assert one.masked_step() is None
+
+
+def test_a_chain_that_ends_meanwhile_may_sample_anything() -> None:
+    grammar = ChainGrammar()
+    one, plan = chained(grammar, 8, 9)
+    one.abort_request("a")
+    made = make_masks(one)
+    assert made.masks is not None
+    assert made.masks.words == EVERYTHING * 3
+    assert one.update(StepOutput(plan.step, [8, 9, 4])) == []
+    assert one.stats().num_free_blocks == one._kv.pool.num_blocks

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,20 @@ class _Matcher:
         self._last = token_id
         return True
 
+    def copy(self) -> _Matcher:
+        return copy(self)
+
+    def forced_token(self, index: None) -> int | None:
+        """Return a token that follows a few tokens, for a grammar that forces tokens."""
+        is_forcing = self._grammar == "forces" and self._last in (4, 5, 6)
+        return self._last + 1 if is_forcing else None
+
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
         if self._last >= 3:
             self._act()
-        masks[row, 0] = 1 << (self._last + 1)
+        masks[row, 0] = (
+            3 << (self._last + 1) if self._grammar == "forces" else 1 << (self._last + 1)
+        )
 
     def _act(self) -> None:
         match self._grammar.split(": "):
@@ -75,6 +86,7 @@ class _Matcher:
 class _Library:
     vocab_size = 32
     num_mask_words = 1
+    index = None
 
     # Any: the library decides what a grammar is.
     def load_grammar(self, text: str) -> tuple[Any, int]:
