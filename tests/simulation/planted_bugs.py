@@ -374,7 +374,7 @@ Speculator.buy_drafts: a chain begins behind the last known token
 + len(offer.sequence.token_ids)
 
 Planner._hold_chain: drafts are planned without blocks
-- min(end, blocks.num_slots)
+- min(end, sequence.blocks.num_slots)
 + end
 
 OutputReader._read_chains: a draft without a mask is accepted
