@@ -46,7 +46,7 @@ from cluster.serving.validator import Validator
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import CompileLimits
 from cluster.structured.token_matchers import Vocabulary, vocabulary_of
-from pagedray.request import Request
+from pagedray.request import AskedMasks, Request
 from pagedray.sampling_params import SamplingParams, Structure
 
 if TYPE_CHECKING:
@@ -198,7 +198,8 @@ def _masks(name: str, grammar: CompiledGrammar, num_steps: int) -> dict[str, Any
     times_s = []
     for _ in range(num_steps):
         started_s = time.perf_counter()
-        masks = grammar.masks(asked, num_awaited=len(asked), wait_s=math.inf)
+        given = [AskedMasks(matcher, token_ids) for matcher, token_ids in asked]
+        masks = grammar.masks(given, num_awaited=len(given), wait_s=math.inf)
         times_s.append(time.perf_counter() - started_s)
         for index, mask in enumerate(masks):
             assert isinstance(mask, bytes), mask

@@ -358,7 +358,7 @@ Scheduler._draft_plan: drafts follow a token that is not known
 + may_speculate=True
 
 Scheduler._waits_for_tokens: a plan is made before the length of a sequence is known
-- if self._in_flight[-1].chains:
+- if last.chains or last.plan.num_drafts:
 + if False:
 
 OutputReader._read_chains: the token behind a wrong draft is delivered
