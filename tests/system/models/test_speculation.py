@@ -65,7 +65,8 @@ def test_draft_head_on_two_ranks_drafts_as_on_one(ray_cluster: None, tmp_path: P
     head = random_eagle3_folder(
         tmp_path / "head", TINY_LLAMA, layer_ids=(1, 2, 3), draft_vocab_size=500
     )
-    names, options = ["greedy", "temperature"], {"dtype": "float32"}
+    names = ["greedy", "temperature"]
+    options: dict[str, Any] = {"dtype": "float32"}
     with open_llm(speculates=True, head=head, **options) as llm:
         expected = answers(llm, names)
         drafted = noted_drafts(llm, names)
