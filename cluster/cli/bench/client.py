@@ -100,6 +100,37 @@ class DraftCounts(NamedTuple):
         """Return what was counted after an earlier reading."""
         return DraftCounts(*(new - old for new, old in zip(self, before, strict=True)))
 
+    @property
+    def acceptance_length(self) -> float:
+        """Mean number of tokens of a sequence with drafts in a step."""
+        return 1 + self.num_accepted_tokens / self.num_chains
+
+    @property
+    def acceptance_percent(self) -> float:
+        """The part of drafts that was right."""
+        return 100 * self.num_accepted_tokens / self.num_draft_tokens
+
+    def figures(self) -> dict[str, object]:
+        """Return the fields of reports, by vLLM's names; empty without drafts."""
+        if self.num_chains <= 0:
+            return {}
+        return {
+            "spec_decode_acceptance_rate": self.acceptance_percent,
+            "spec_decode_acceptance_length": self.acceptance_length,
+            "spec_decode_num_drafts": self.num_chains,
+            "spec_decode_draft_tokens": self.num_draft_tokens,
+            "spec_decode_accepted_tokens": self.num_accepted_tokens,
+        }
+
+    def rows(self) -> dict[str, str]:
+        """Return the rows of tables; empty without drafts."""
+        if self.num_chains <= 0:
+            return {}
+        return {
+            "Drafts accepted (%)": f"{self.acceptance_percent:.1f}",
+            "Tokens of a sequence with drafts per step": f"{self.acceptance_length:.2f}",
+        }
+
 
 class BenchError(PagedRayError):
     """The server rejected a request, ended its answer early, or could not be reached."""

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from cluster.cli.bench.client import DraftCounts
 from cluster.cli.bench.datasets import WORKLOADS, RandomLengths, uniform_workload
 from cluster.cli.bench.flags import DEFAULT_NUM_PROMPTS, LENGTH_FLAGS
 from cluster.cli.terminal import TextLLM
@@ -70,7 +71,8 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
             generated = _generate(llm, requests, has_bar=False)
             if index >= num_warm_ups:
                 latencies_s.append(generated.seconds)
-        num_steps = (llm.stats().num_steps - before.num_steps) / parsed.num_iters
+        after = llm.stats()
+        num_steps = (after.num_steps - before.num_steps) / parsed.num_iters
         median_s = statistics.median(latencies_s)
         # All batches have the same lengths.
         roofline = _roofline(llm, replace(generated, seconds=median_s), num_steps)
@@ -85,6 +87,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "percentiles": percentiles,
         "ms_per_token": percentiles["50"] / parsed.output_len * 1e3,
         "output_tokens_per_second": parsed.batch_size * parsed.output_len / percentiles["50"],
+        **_drafts(before, after).figures(),
         "roofline": roofline.figures(),
     }
     rows = {
@@ -93,6 +96,7 @@ def bench_latency(parsed: argparse.Namespace, options: EngineOptions) -> int:
         **{f"p{name} (s)": f"{value:.4f}" for name, value in percentiles.items()},
         "Median per output token (ms)": f"{figures['ms_per_token']:.3f}",
         "Output tokens per second (median)": f"{figures['output_tokens_per_second']:.2f}",
+        **_drafts(before, after).rows(),
         **roofline.rows(),
     }
     return _report(parsed, options, figures, rows)
@@ -130,6 +134,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "steps": num_steps,
         "prefix_hit_tokens": after.scheduler.num_hit_tokens - before.scheduler.num_hit_tokens,
         "preemptions": num_preemptions,
+        **_drafts(before, after).figures(),
         "roofline": roofline.figures(),
     }
     rows = {
@@ -142,6 +147,7 @@ def bench_throughput(parsed: argparse.Namespace, options: EngineOptions) -> int:
         "Prompt tokens per second": f"{figures['prompt_tokens_per_second']:.2f}",
         "Output tokens per second": f"{figures['output_tokens_per_second']:.2f}",
         "Tokens per second": f"{figures['tokens_per_second']:.2f}",
+        **_drafts(before, after).rows(),
         **roofline.rows(),
     }
     return _report(parsed, options, figures, rows)
@@ -176,6 +182,15 @@ def _engine(parsed: argparse.Namespace, options: EngineOptions) -> LLM:
 
 def _num_preemptions(stats: EngineStats) -> int:
     return stats.scheduler.num_swap_preemptions + stats.scheduler.num_recompute_preemptions
+
+
+def _drafts(before: EngineStats, after: EngineStats) -> DraftCounts:
+    """Return the guesses between two readings."""
+    counts = [
+        DraftCounts(found.num_chains, found.num_draft_tokens, found.num_accepted_tokens)
+        for found in (before.scheduler.speculation, after.scheduler.speculation)
+    ]
+    return counts[1].since(counts[0])
 
 
 def _generate(

@@ -45,16 +45,6 @@ class Summary:
     """Requests per second within every limit; None without limits."""
     drafts: DraftCounts
 
-    @property
-    def acceptance_length(self) -> float:
-        """Mean number of tokens of a sequence with drafts in a step."""
-        return 1 + self.drafts.num_accepted_tokens / self.drafts.num_chains
-
-    @property
-    def acceptance_percent(self) -> float:
-        """The part of drafts that was right."""
-        return 100 * self.drafts.num_accepted_tokens / self.drafts.num_draft_tokens
-
     def as_json(self) -> dict[str, object]:
         """Return the object that `--json` prints."""
         duration_s = max(self.duration_s, 1e-9)
@@ -73,14 +63,7 @@ class Summary:
         }
         if self.goodput is not None:
             report["request_goodput"] = self.goodput
-        if self.drafts.num_chains > 0:
-            report |= {
-                "spec_decode_acceptance_rate": self.acceptance_percent,
-                "spec_decode_acceptance_length": self.acceptance_length,
-                "spec_decode_num_drafts": self.drafts.num_chains,
-                "spec_decode_draft_tokens": self.drafts.num_draft_tokens,
-                "spec_decode_accepted_tokens": self.drafts.num_accepted_tokens,
-            }
+        report |= self.drafts.figures()
         for name, found in self.latencies.items():
             report[f"mean_{name}_ms"] = found.mean
             report[f"std_{name}_ms"] = found.std
@@ -186,6 +169,4 @@ def _totals(summary: Summary, limits_ms: Mapping[str, float]) -> Iterator[tuple[
     if summary.goodput is not None:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in limits_ms.items())
         yield f"Goodput ({limits}) in requests per second", f"{summary.goodput:.2f}"
-    if summary.drafts.num_chains > 0:
-        yield "Drafts accepted (%)", f"{summary.acceptance_percent:.1f}"
-        yield "Tokens of a sequence with drafts per step", f"{summary.acceptance_length:.2f}"
+    yield from summary.drafts.rows().items()

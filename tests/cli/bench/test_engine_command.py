@@ -197,3 +197,17 @@ def test_a_mistake_is_one_line(
     assert code == 2
     assert error.count("\n") == 1
     assert reason in error
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_drafts_are_reported(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--input-len=9", "--output-len=60")
+    more = ("--num-iters=1", "--num-iters-warmup=0", "--batch-size=1")
+    given = (*lengths, *(("--num-prompts=1",) if command == "throughput" else more))
+    assert "spec_decode_num_drafts" not in report_of(capsys, command, *given)
+    report = report_of(capsys, command, *given, "--spec-method=ngram", "--spec-tokens=4")
+    accepted, chains = report["spec_decode_accepted_tokens"], report["spec_decode_num_drafts"]
+    assert isinstance(accepted, int)
+    assert isinstance(chains, int)
+    assert accepted > 0
+    assert report["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / chains)
