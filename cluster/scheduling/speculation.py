@@ -256,7 +256,12 @@ class Speculator:
 
     def stats(self) -> SpeculationStats:
         """Return a snapshot of the counters."""
-        return SpeculationStats(self.num_chains, self.num_draft_tokens, tuple(self.num_accepted_at))
+        return SpeculationStats(
+            self.num_chains,
+            self.num_draft_tokens,
+            tuple(self.num_accepted_at),
+            0 if self._answers is None else self._answers.num_bytes,
+        )
 
     def _drafter_of(self, config: SpeculationConfig) -> Drafter:
         if config.method == "suffix":

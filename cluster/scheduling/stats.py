@@ -20,6 +20,8 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_at: tuple[int, ...] = ()
     """Drafts that were right, by their place among the drafts of a sequence."""
+    answer_bytes: int = 0
+    """Size of the past answers in which drafts are looked for, with their index."""
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -186,7 +186,9 @@ def test_answers_of_a_scheduler_draft_for_the_same_request() -> None:
         harness.drain()
         return len(harness.plans)
 
+    assert speculator.stats().answer_bytes == 0
     first = num_steps("a")
+    assert speculator.stats().answer_bytes >= 4 * 40
     assert num_steps("a") < first / 2
     assert num_steps("b") == pytest.approx(first, abs=3)
 

@@ -144,6 +144,9 @@ def _draft_families(drafts: SpeculationStats) -> Iterator[Metric]:
         "position",
         drafts.by_position,
     )
+    yield _gauge(
+        "past_answer_bytes", "Size of past answers in which drafts are found", drafts.answer_bytes
+    )
 
 
 def _kept_families(scheduler: SchedulerStats) -> Iterator[Metric]:
