@@ -2,8 +2,9 @@
 
     python -m bench.scheduler.drafts
 
-Requests run together on a model with the costs of Llama-8B on an H200. Each draft is right with the
-same probability. A fixed number of drafts is that of every sequence in every step.
+Requests run together on a model with the costs of Llama-8B on an H200, where steps of one row and
+of 8, 16 and 64 rows were measured (bench/results/account_few_rows.json). Each draft is right with
+the same probability. A fixed number of drafts is that of every sequence in every step.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.speculation import Speculator
-from cluster.simulation.step_cost import LLAMA_8B_H200
+from cluster.simulation.step_cost import LLAMA_8B_H200, StepCost
 from cluster.simulation.virtual_replica import VirtualDrafter, VirtualReplica
 from pagedray.config import SchedulerConfig, SpeculationConfig
 
@@ -28,7 +30,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "compare"]
 
-_COST = msgspec.structs.replace(LLAMA_8B_H200, gap_s=0.0004)
+_MEASURED = StepCost(
+    points=((1, 4.14e-3), (8, 4.3e-3), (16, 4.37e-3), (64, 4.9e-3), (256, 8.7e-3), (2048, 46.3e-3))
+)
+_GRAPHS = (1, 2, 4, *range(8, 2049, 8))
+"""Steps take as long as with the next of these numbers of rows."""
+_COST = msgspec.structs.replace(
+    LLAMA_8B_H200,
+    points=tuple(
+        (number, _MEASURED.tokens_s(largest))
+        for before, largest in pairwise((0, *_GRAPHS))
+        for number in sorted({before + 1, largest})
+    ),
+    gap_s=0.0004,
+)
 _FIXED = (0, 1, 2, 3, 4, 8)
 _MOST = 8
 _NUM_TOKENS = 40_000
@@ -98,7 +113,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.8])
     options = parser.parse_args()
-    print("| requests | right | without | best fixed | tokens/s | adaptive | ratio |")
+    print(
+        "| requests | right | tok/s without | best fixed number | tok/s | adaptive, tok/s | ratio |"
+    )
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for num_requests in options.requests:
         for acceptance in options.acceptance:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
-from operator import le, mul
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.device_tier import BlockKey
@@ -463,16 +462,16 @@ class SequenceDrafts:
         "_guess",
         "_num_misses",
         "head_ids",
+        "lead",
         "num_followed",
         "num_known",
         "paused_until",
         "place",
-        "rates",
     )
 
-    def __init__(self, rates: list[float]) -> None:
-        self.rates = rates
-        """How likely the draft at each place of a chain is right if those before it are."""
+    def __init__(self) -> None:
+        self.lead = 0.0
+        """How much more often its drafts are right than those of all sequences."""
         self._guess = (0, 0)
         """The index of a token that was not known when it was guessed, and the guess."""
         self._num_misses = 0
@@ -496,10 +495,6 @@ class SequenceDrafts:
     def note_hit(self) -> None:
         """Note that guesses are right again."""
         self._num_misses = 0
-
-    def survivals(self, num_drafts: int) -> list[float]:
-        """Return how likely each of the first drafts of a chain is accepted."""
-        return list(accumulate(islice(self.rates, num_drafts), mul))
 
     def note_guess(self, index: int, token_id: int) -> None:
         """Remember a guess of a token that is being sampled."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.drafters import Drafter
+    from cluster.scheduling.sequence import Sequence
     from cluster.scheduling.suffix_decoding import PastAnswers
     from pagedray.batch import StepPlan
     from pagedray.config import SpeculationConfig
@@ -32,11 +33,20 @@ __all__ = ["Chain", "RowTimes", "Speculator"]
 
 _FIRST_RATE = 0.6
 """How likely a draft is right as long as none was verified."""
-_SEQUENCE_WEIGHT = 0.08
-"""Weight of a draft in the rates of its sequence; the next is that in the rates of all."""
-_COMMON_WEIGHT = 0.01
-_TIME_WEIGHT = 0.2
-"""Weight of a step in the time of its number of rows."""
+_FIRST_WEIGHT = 0.05
+"""Weight of the first draft in the rate of its place; the next is that of a draft after many."""
+_COMMON_WEIGHT = 0.003
+_LEAD_WEIGHT = 0.08
+"""Weight of a draft in the lead of its sequence."""
+_TRUST_WEIGHT = 0.05
+"""How fast it is learned how much a lead says."""
+_LEAST_RATE = 0.01
+_DRIFT_WEIGHT = 0.2
+"""Weight of a step in the times of all sizes; the next is the least in the time of its size."""
+_SIZE_WEIGHT = 0.05
+_DRIFT_ROWS = 64
+"""Rows in addition to the rows of a step of which times change together."""
+_LEAST_S = 1e-6
 _NUM_STEPS_KEPT = 2000
 """Steps after which the time of a number of rows is measured again."""
 _UNKNOWN_ROW = 0.005
@@ -76,51 +86,118 @@ class RowTimes:
     """The time of steps by number of rows, as measured.
 
     A straight line would not do: kernels take as long for a few rows as for the largest number of
-    rows of the same launch.
+    rows of the same launch. The times of all sizes change together, as contexts grow.
     """
 
     def __init__(self) -> None:
-        self._times: dict[int, tuple[float, int]] = {}
-        """The time of steps of a size, and the step that measured it last."""
+        self._times: dict[int, _StepTime] = {}
+        self._drift_s = 0.0
+        """By how much steps are slower than when they were measured, for each row and 64 more."""
         self._num_steps = 0
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Note the duration of a step of decodes."""
         size = _size_of(num_rows)
-        self._num_steps += 1
-        weight = _TIME_WEIGHT if size in self._times else 1.0
-        before = self.time_of(size) if self._times else seconds
+        known = self._times.get(size)
+        expected_s = self.time_of(size) if self._times else seconds
         # A single step may take any time; the first of a size may capture a graph.
-        change = min(seconds, 2 * before) - before
-        self._times[size] = before + weight * change, self._num_steps
+        error_s = min(seconds, 2 * expected_s) - expected_s
+        count = 1 if known is None else known.num_measured + 1
+        weight = max(2 / (count + 1), _SIZE_WEIGHT)
+        drift_s = self._drift_s * (size + _DRIFT_ROWS)
+        self._num_steps += 1
+        self._times[size] = _StepTime(
+            expected_s - drift_s + weight * error_s, count, self._num_steps
+        )
+        self._drift_s += _DRIFT_WEIGHT * (1 - weight) * error_s / (size + _DRIFT_ROWS)
 
     def has_measured(self, num_rows: int = 0) -> bool:
         """Return whether steps of a number of rows, or of any number, were measured."""
         return _size_of(num_rows) in self._times if num_rows else bool(self._times)
 
     def time_of(self, num_rows: int) -> float:
-        """Return the predicted duration of a step of decodes, in seconds; 1 if none is known.
+        """Return the predicted duration of a step of decodes, in seconds; about 1 at first.
 
         Sizes that were not measured are assumed to be fast, so that they are tried.
         """
         size = _size_of(num_rows)
         known = self._times.get(size)
-        if known is not None and self._num_steps - known[1] < _NUM_STEPS_KEPT:
-            return known[0]
+        if known is not None and self._num_steps - known.step < _NUM_STEPS_KEPT:
+            return self._known_time(size)
         below = max((other for other in self._times if other < size), default=0)
         above = min((other for other in self._times if other > size), default=0)
         if not below:
-            return self._times[above][0] * size / above if above else 1.0
-        least = self._times[below][0]
-        if not above:
-            return least * (1 + _UNKNOWN_ROW * (size - below))
-        part = (size - below) / (above - below)
-        return least + part * max(self._times[above][0] - least, 0.0)
+            return self._known_time(above) * size / above if above else 1 + _UNKNOWN_ROW * size
+        least_s = self._known_time(below)
+        if above:
+            part = (size - below) / (above - below)
+            return least_s + part * part * max(self._known_time(above) - least_s, 0.0)
+        first, row_s = min(self._times), _UNKNOWN_ROW * least_s
+        if first < below:
+            # Sizes beyond are at least as fast as if rows took as long as so far.
+            row_s = min(row_s, max(least_s - self._known_time(first), 0.0) / (below - first))
+        return least_s + row_s * (size - below)
+
+    def _known_time(self, size: int) -> float:
+        seconds = self._times[size].seconds + self._drift_s * (size + _DRIFT_ROWS)
+        return max(seconds, _LEAST_S)
+
+
+class _StepTime(NamedTuple):
+    """The time of steps of a size, as measured."""
+
+    seconds: float
+    """Without the drift."""
+    num_measured: int
+    """How often steps of the size were measured."""
+    step: int
+    """The step that measured it last."""
 
 
 def _size_of(num_rows: int) -> int:
     """Return the number of rows that is measured for a number of rows, as graphs are padded."""
     return num_rows if num_rows <= 8 else -(-num_rows // 8) * 8
+
+
+class DraftRates:
+    """How likely drafts are right, by their places in chains.
+
+    The first drafts of a sequence may be right more or less often than those of all sequences,
+    which is its lead. Of many sequences that are alike, some seem better, so a lead counts only as
+    much as leads have predicted.
+    """
+
+    def __init__(self) -> None:
+        self._rates = [_FIRST_RATE]
+        """By place; later places are assumed to have the last rate."""
+        self._weights = [_FIRST_WEIGHT]
+        """The weight of the next draft in each rate."""
+        self._trust = 0.5
+        """How much of a lead counts."""
+
+    def survivals(self, lead: float, num_drafts: int) -> list[float]:
+        """Return how likely each of the first drafts of a chain is accepted."""
+        rates = self._rates[:num_drafts]
+        rates += rates[-1:] * (num_drafts - len(rates))
+        if rates:
+            rates[0] = min(max(rates[0] + self._trust * lead, _LEAST_RATE), 1.0)
+        return list(accumulate(rates, mul))
+
+    def note_draft(self, drafts: SequenceDrafts, place: int, *, is_right: bool) -> None:
+        """Note whether a draft was right; the drafts before it were."""
+        if place == len(self._rates):
+            self._rates.append(self._rates[-1])
+            self._weights.append(_FIRST_WEIGHT)
+        change = is_right - self._rates[place]
+        if place == 0:
+            # Only the better sequences reach later places.
+            error = change - self._trust * drafts.lead
+            trust = self._trust + _TRUST_WEIGHT * drafts.lead * error
+            self._trust = min(max(trust, 0.0), 1.0)
+            drafts.lead += _LEAD_WEIGHT * (change - drafts.lead)
+        weight = self._weights[place]
+        self._rates[place] += weight * change
+        self._weights[place] = max(weight / (1.0 + weight), _COMMON_WEIGHT)
 
 
 class _Offer(NamedTuple):
@@ -140,8 +217,7 @@ class Speculator:
         self._answers: PastAnswers | None = None
         self.drafter = drafter or PredictionDrafter(self._drafter_of(config))
         self._num_drafts = config.num_speculative_tokens
-        self._rates = [_FIRST_RATE] * self._num_drafts
-        """The rates of all sequences, with which a sequence begins."""
+        self.rates = DraftRates()
         self.times = RowTimes()
         self.head_times = RowTimes()
         """Of the steps behind which a draft head guesses tokens, its guesses included."""
@@ -155,7 +231,7 @@ class Speculator:
     def open_sequence(self, sequence: Sequence) -> None:
         """Let a sequence have drafts, unless its request forbids them."""
         if not sequence.active.request.sampling.disable_spec_decode:
-            sequence.drafts = SequenceDrafts(self._rates.copy())
+            sequence.drafts = SequenceDrafts()
 
     def close_sequence(self, sequence: Sequence) -> None:
         """Let an answer that ends draft for others of its tenant."""
@@ -180,7 +256,7 @@ class Speculator:
             if proposed:
                 drafts.note_guess(len(sequence.token_ids), proposed[0])
                 # If the guess is wrong, there may be other guesses.
-                survivals = self._survivals(drafts, len(proposed) - 1)
+                survivals = self.rates.survivals(drafts.lead, len(proposed) - 1)
                 offers.append(_Offer(sequence, proposed[1:], survivals))
         return bool(self._chosen(offers, num_rows=len(running), room=room))
 
@@ -197,7 +273,7 @@ class Speculator:
             self._settle_guess(sequence, drafts)
             proposed = self._proposed(sequence, drafts, num_pending=0)
             if proposed:
-                survivals = self._survivals(drafts, len(proposed))
+                survivals = self.rates.survivals(drafts.lead, len(proposed))
                 offers.append(_Offer(sequence, proposed, survivals))
         chosen = self._chosen(offers, num_rows=num_rows, room=room)
         return [
@@ -229,7 +305,7 @@ class Speculator:
         best, num_tokens = 0, 1.0
         best_rate = 1.0 / self.times.time_of(num_sequences)
         times = self.head_times if self.head_times.has_measured() else self.times
-        for number, survival in enumerate(accumulate(self._rates, mul), 1):
+        for number, survival in enumerate(self.rates.survivals(0.0, self._num_drafts), 1):
             num_rows = num_sequences * (1 + number)
             if num_rows > room:
                 break
@@ -251,7 +327,7 @@ class Speculator:
         self.num_chains += 1
         self.num_draft_tokens += len(chain.draft_ids)
         for place in range(min(num_accepted + 1, len(chain.draft_ids))):
-            self._note_draft(drafts, place, is_right=place < num_accepted)
+            self.rates.note_draft(drafts, place, is_right=place < num_accepted)
             self.num_accepted_at[place] += place < num_accepted
 
     def stats(self) -> SpeculationStats:
@@ -277,24 +353,11 @@ class Speculator:
         is_right = drafts.take_guess(sequence.token_ids)
         if is_right is None:
             return
-        self._note_draft(drafts, 0, is_right=is_right)
+        self.rates.note_draft(drafts, 0, is_right=is_right)
         if is_right:
             drafts.note_hit()
         else:
             drafts.note_miss(len(sequence.token_ids), self._most_paused)
-
-    def _note_draft(self, drafts: SequenceDrafts, place: int, *, is_right: bool) -> None:
-        rates, common = drafts.rates, self._rates
-        rates[place] += _SEQUENCE_WEIGHT * (is_right - rates[place])
-        common[place] += _COMMON_WEIGHT * (is_right - common[place])
-
-    def _survivals(self, drafts: SequenceDrafts, num_drafts: int) -> list[float]:
-        """Return how likely each of the first drafts of a chain is accepted.
-
-        The rates of a sequence are known too badly to choose the best of many sequences by them.
-        """
-        pairs = zip(drafts.rates[:num_drafts], self._rates, strict=False)
-        return list(accumulate(((own + common) / 2 for own, common in pairs), mul))
 
     def _proposed(
         self, sequence: Sequence, drafts: SequenceDrafts, *, num_pending: int
@@ -330,6 +393,9 @@ class Speculator:
         best_rate = num_rows / self.times.time_of(num_rows)
         for number, (loss, _) in enumerate(candidates, 1):
             num_tokens -= loss
+            # Until the next size of steps, more drafts take no more time.
+            if number < len(candidates) and _size_of(num_rows + number) > num_rows + number:
+                continue
             rate = num_tokens / (self.times.time_of(num_rows + number) + _GAP_S)
             if rate > best_rate:
                 num_best, best_rate = number, rate

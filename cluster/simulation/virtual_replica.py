@@ -83,15 +83,23 @@ class VirtualCall:
 
 
 class VirtualDrafter:
-    """Guesses the tokens of virtual replicas, each right with the same probability."""
+    """Guesses the tokens of virtual replicas, each right with the same probability.
 
-    def __init__(self, *, acceptance: float, seed: int = 0) -> None:
+    Guesses of the same token are equal, however many guesses a step verifies.
+    """
+
+    def __init__(self, *, acceptance: float) -> None:
         self._acceptance = acceptance
-        self._rng = random.Random(seed)
+        self._guesses: dict[ScheduledSequence, tuple[random.Random, list[int]]] = {}
 
     def propose(self, sequence: ScheduledSequence, limit: int) -> list[int]:
-        draws = [self._rng.random() for _ in range(limit)]
-        return [TOKEN if draw < self._acceptance else TOKEN + 1 for draw in draws]
+        if sequence not in self._guesses:
+            self._guesses[sequence] = random.Random(repr(sequence.order)), []
+        rng, guesses = self._guesses[sequence]
+        first = len(sequence.token_ids)
+        while len(guesses) < first + limit:
+            guesses.append(TOKEN if rng.random() < self._acceptance else TOKEN + 1)
+        return guesses[first : first + limit]
 
 
 class _Flight(NamedTuple):
