@@ -38,7 +38,7 @@ from workers.models.decoder import Decoder
 from workers.models.draft_head import DraftHead, Eagle3Head, MtpHead, Taps
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError, ParallelGroup
-from workers.runner.decode_graphs import DecodeGraphs
+from workers.runner.decode_graphs import ChainGraphs, DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
 from workers.runner.drafting import DeviceDrafting, Drafting, HostDrafting
 from workers.runner.forward_pass import ForwardPass, SampledAttention
@@ -403,8 +403,8 @@ class DecoderWorker(Worker):
         model = self._config.model
         ends_recurrent = model.is_recurrent(model.num_layers - 1)
         builder = self._backend.make_metadata_builder(self._spec)
-        decode_graphs = piece_graphs = None
-        if sizes.decodes or sizes.pieces:
+        decode_graphs = chain_graphs = piece_graphs = None
+        if any(sizes):
             setup = CaptureSetup(
                 model=self._model,
                 kv_cache=cache.device_pool,
@@ -417,6 +417,8 @@ class DecoderWorker(Worker):
             )
             if sizes.decodes:
                 decode_graphs = DecodeGraphs(setup, sizes.decodes, self._backend, self._spec)
+            if sizes.chains:
+                chain_graphs = ChainGraphs(setup, [*sizes.chains], self._backend, self._spec)
             if sizes.pieces:
                 piece_graphs = PieceGraphs(setup, sizes.pieces, builder)
         sampled_attention = None
@@ -431,6 +433,7 @@ class DecoderWorker(Worker):
             builder=builder,
             state=self._backend.get_state_cls()(self._spec),
             decode_graphs=decode_graphs,
+            chain_graphs=chain_graphs,
             piece_graphs=piece_graphs,
             sampled_attention=sampled_attention,
             states=cache.states,

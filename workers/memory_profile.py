@@ -14,14 +14,14 @@ from pagedray.layout import num_held_blocks
 from pagedray.machine import available_host_bytes, host_memory_bytes
 from pagedray.rank_progress import Phase, ProgressWord
 from pagedray.sampling_params import MAX_LOGPROBS, SamplingParams
-from workers.runner.decode_graphs import graph_batch_sizes
+from workers.runner.decode_graphs import chain_sizes, graph_batch_sizes
 from workers.runner.kv_cache import num_staging_blocks
 from workers.runner.piece_graphs import piece_sizes
 from workers.sampling.edits import num_mask_bytes
 from workers.worker import release_gpu_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from workers.runner.model_runner import ModelRunner
@@ -101,9 +101,11 @@ class MemoryProfile:
         The largest holds the memory pool that all share; each of the others adds its own nodes,
         more for larger sizes.
         """
-        return self._bytes_of_kind(
-            sizes.decodes, lambda tried: GraphSizes(tried, [])
-        ) + self._bytes_of_kind(sizes.pieces, lambda tried: GraphSizes([], tried))
+        return (
+            self._bytes_of_kind(sizes.decodes, lambda tried: GraphSizes(tried, []))
+            + self._bytes_of_kind(sizes.pieces, lambda tried: GraphSizes([], tried))
+            + self._bytes_of_kind([*sizes.chains], lambda tried: GraphSizes([], [], tried))
+        )
 
     def _bytes_of_kind(self, sizes: list[int], of_kind: Callable[[list[int]], GraphSizes]) -> int:
         if not sizes:
@@ -288,6 +290,8 @@ class GraphSizes(NamedTuple):
     """Sizes of decodes, in rows."""
     pieces: list[int]
     """Sizes of pieces, in tokens."""
+    chains: Sequence[int] = ()
+    """Sizes of steps with chains of models with states, in tokens."""
 
 
 NO_GRAPHS = GraphSizes([], [])
@@ -301,4 +305,6 @@ def graph_sizes(
         return NO_GRAPHS
     decodes = graph_batch_sizes(config.max_num_seqs) if backend.supports_graph_capture else []
     max_tokens = min(config.max_graph_tokens, config.max_num_batched_tokens)
-    return GraphSizes(decodes, piece_sizes(max_tokens))
+    has_chains = config.speculation is not None and config.model.has_states and decodes
+    chains = chain_sizes(decodes) if has_chains else []
+    return GraphSizes(decodes, piece_sizes(max_tokens), chains)

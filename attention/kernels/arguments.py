@@ -259,6 +259,11 @@ class Segments:
     """Tokens before which states are saved, `[num_spares]` int32, -1 for none. Each is within a
     segment of several tokens, a multiple of `CHUNK_SIZE` behind its first. The last `num_spares`
     states are the spare states, to which they are saved."""
+    is_chained: bool = False
+    """Whether the tokens of each segment are computed one after another, with the results of as
+    many steps of decodes. There are no saves then."""
+    keeps_states: bool = False
+    """Whether the states stay as they are before these tokens; all segments are chained then."""
 
     @property
     def num_spares(self) -> int:
@@ -290,6 +295,24 @@ class Segments:
             yield slice(first, end), self._part(first, end), int(row), spare
             first = end
         yield slice(first, None), self._part(first, starts[-1]), -1, -1
+
+    def accepted(self, token_ids: torch.Tensor, sampled_ids: torch.Tensor) -> Segments:
+        """Return the tokens of each chain up to the last right draft, which advance its state.
+
+        `token_ids` are the tokens, and `sampled_ids` the tokens sampled after each, `[num_tokens]`.
+        The tokens behind a wrong draft become padding. Does not wait for the device.
+        """
+        starts = self.query_starts
+        places = torch.arange(len(token_ids), dtype=torch.int32, device=starts.device)
+        owners = torch.searchsorted(starts[1:], places, right=True)
+        # Whether the first token of a chain was sampled before does not matter.
+        num_wrong = token_ids.ne(sampled_ids.roll(1)).cumsum(0)
+        is_accepted = num_wrong == num_wrong[starts[owners]]
+        num_accepted = torch.zeros_like(self.rows).index_add_(0, owners, is_accepted.int())
+        ends = torch.stack((starts[:-1], starts[:-1] + num_accepted), dim=1).flatten()
+        rows = torch.stack((self.rows, torch.full_like(self.rows, -1)), dim=1).flatten()
+        ends = torch.cat((ends, starts[-1:]))
+        return replace(self, query_starts=ends, rows=rows, keeps_states=False)
 
     def _part(self, first: int, end: int) -> Segments:
         """Return the segments of some of the tokens, without saves."""

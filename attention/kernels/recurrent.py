@@ -1,8 +1,8 @@
 """Layers with recurrent state: causal convolutions, gated delta rules and selective scans.
 
-Owns the choice of the kernels and their plain versions in torch. States are updated in place; the
-caller has zeroed the state of a new sequence. States are views `[num_rows, ...]` of a buffer: rows
-may be far apart, and each is contiguous.
+Owns the choice of the kernels and their plain versions in torch. States are updated in place,
+unless `Segments` keeps them; the caller has zeroed the state of a new sequence. States are views
+`[num_rows, ...]` of a buffer: rows may be far apart, and each is contiguous.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def causal_conv(
             sums.addcmul_(inputs[offset : offset + end - first], tap)
         if has_silu:
             functional.silu(sums, inplace=True)
-        states[row] = inputs[end - first :]
+        if not segments.keeps_states:
+            states[row] = inputs[end - first :]
     return out.to(x.dtype)
 
 
@@ -185,8 +186,7 @@ def _delta_rule(
     out = value.new_zeros(value.shape)
     if recurrent_steps.delta_rule(*parts, norm, states, segments, out):
         return out
-    for row, chunks, last in _cut(segments):
-        state = states[row]
+    for state, chunks, last in _cut(states, segments):
         if chunks is not None:
             results = _delta_chunks(*_prepared(*(part[chunks] for part in parts)), state=state)
             out[chunks] = _normed(results, norm, chunks)
@@ -219,8 +219,7 @@ def _selective_scan(
     out = x.new_zeros(x.shape)
     if recurrent_steps.selective_scan(*parts, d, states, segments, out):
         return out
-    for row, chunks, last in _cut(segments):
-        state = states[row]
+    for state, chunks, last in _cut(states, segments):
         if chunks is not None:
             results = _scan_chunks(*_spread(*(part[chunks] for part in parts)), state=state)
             out[chunks] = results.add_(x[chunks] * d[:, None])
@@ -238,16 +237,24 @@ def _parts(states: torch.Tensor, segments: Segments) -> Iterator[tuple[slice, Se
             states[spare - segments.num_spares] = states[row]
 
 
-def _cut(segments: Segments) -> Iterator[tuple[int, slice | None, slice | None]]:
-    """Yield the row of each segment, its chunks, and its last token if that is alone in a chunk.
+def _cut(
+    states: torch.Tensor, segments: Segments
+) -> Iterator[tuple[torch.Tensor, slice | None, slice | None]]:
+    """Yield the state of each segment, its chunks, and its last token if it is alone in a chunk.
 
-    Such a token is computed as a decode would compute it.
+    Such a token is computed as a decode would compute it, and so is each token of a chain.
     """
     for row, first, end in segments.spans():
+        state = states[row]
+        if segments.is_chained:
+            state = state.clone() if segments.keeps_states else state
+            for token in range(first, end):
+                yield state, None, slice(token, token + 1)
+            continue
         is_alone = (end - first) % CHUNK_SIZE == 1
         middle = end - is_alone
         chunks = slice(first, middle) if first < middle else None
-        yield row, chunks, slice(middle, end) if is_alone else None
+        yield state, chunks, slice(middle, end) if is_alone else None
 
 
 def _prepared(

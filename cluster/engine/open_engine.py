@@ -97,10 +97,10 @@ def _check_drafts_fit(
     config: EngineConfig, speculation: SpeculationConfig, cache: CacheSize
 ) -> None:
     """Raise StartupError if no step has room for as many drafts as a sequence may have."""
-    if config.model.pools or cache.state_blocks:
-        reason = "embeds or scores texts" if config.model.pools else "has recurrent layers"
+    if config.model.pools:
         logger.warning(
-            "speculative_config has no effect on %s, which %s.", config.model.name, reason
+            "speculative_config has no effect on %s, which embeds or scores texts.",
+            config.model.name,
         )
         return
     # A step computes the drafts of a sequence with its last token, each in a place of a sequence.

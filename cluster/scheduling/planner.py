@@ -106,7 +106,9 @@ class Planner:
             self._swap_in(budget, acknowledged_step)
         if prefills or table.waiting:
             self._plan_prompts(prefills, budget)
-        if self._speculator is not None and may_speculate and draft.decodes:
+        # Recurrent layers compute either prompts or chains.
+        has_room = self._states is None or not draft.prefilled
+        if self._speculator is not None and may_speculate and draft.decodes and has_room:
             self._plan_chains(self._speculator, budget)
         if self._speculator is not None and self._speculator.has_head:
             self._plan_head_drafts(self._speculator, draft)
@@ -207,6 +209,8 @@ class Planner:
         """Give a chain blocks that nothing else needs; return how many drafts have room."""
         sequence = chain.sequence
         end = chain.position + 1 + len(chain.draft_ids)
+        if self._states is not None:
+            end = min(end, self._states.next_snapshot(chain.position))
         self._hold_slots(sequence, chain.position, end, budget.draft)
         sequence.num_computed = chain.position + 1
         return min(end, sequence.blocks.num_slots) - sequence.num_computed

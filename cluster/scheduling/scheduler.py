@@ -97,8 +97,7 @@ class Scheduler:
         self._cost_meter = None
         if has_choice or pace is not None:
             self._cost_meter = CostMeter(step_times, self._swap_costs, pace)
-        # A recurrent state cannot lose the tokens behind a wrong draft.
-        self._speculator = speculator if self._kv.states is None else None
+        self._speculator = speculator
         self._planner = Planner(
             self._kv,
             self._table,
@@ -436,6 +435,9 @@ class Scheduler:
         if last.chains or last.plan.num_drafts:
             return True
         running = self._table.running
+        if self._kv.states is not None and any(one.is_prefill for one in running):
+            # The next plan has a prompt, and no chains.
+            return False
         room = self._table.num_rows - len(running)
         return speculator.is_worth_waiting(running, room=room)
 

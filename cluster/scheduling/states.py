@@ -14,7 +14,8 @@ turn has a snapshot of its own.
 A plan copies before its forward pass: a live state from a snapshot when a sequence computes its
 first token, and a snapshot from the live state when a running sequence is to compute its token at
 `p`. Snapshots of prompts are copied after the forward pass that computes the tokens before `p`:
-from the live state if a chunk ends at `p`, and from a spare state if it goes on.
+from the live state if a chunk ends at `p`, and from a spare state if it goes on. Of a chain of
+drafts, only the accepted tokens advance the live state, before the output of the step.
 """
 
 from __future__ import annotations
@@ -282,16 +283,24 @@ class StateCopier:
 
     def begin_decode(self, sequence: Sequence) -> None:
         """Prepare the next token of a running sequence, and when it is examined again."""
-        interval, position = _GRIDS_PER_DECODE * self.grid, sequence.num_computed
-        states = sequence.blocks.states
+        position, states = sequence.num_computed, sequence.blocks.states
         assert states is not None
-        is_due = self._device.is_enabled and states.keeps_ends and position % interval == 0
+        is_due = self._device.is_enabled and states.keeps_ends
+        is_due &= position % (_GRIDS_PER_DECODE * self.grid) == 0
         if not states.repeats_output:
             is_due &= position >= states.last_position + self._least_saved
         if not self._load(sequence) and is_due:
             self.saves.append(Save(sequence, position, SnapshotKind.DECODE))
-        next_position = (position // interval + 1) * interval
+        next_position = self.next_snapshot(position)
         sequence.unchecked_until = min(sequence.unchecked_until, next_position)
+
+    def next_snapshot(self, position: int) -> int:
+        """Return where a sequence that decodes its token at a position may have a snapshot next.
+
+        No chain goes on behind it.
+        """
+        interval = _GRIDS_PER_DECODE * self.grid
+        return (position // interval + 1) * interval
 
     def make_snapshot(self, save: Save) -> None:
         """Copy a state of a sequence to a snapshot, unless it exists or finds no room.

@@ -166,19 +166,27 @@ class Patient(MaskPatience):
 class RandomDrafter:
     """Guesses any tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self._vocab_size = vocab_size
         self._rng = random.Random(7)
 
     def propose(self, sequence: ScheduledSequence, limit: int) -> Sequence[int]:
         number = self._rng.randrange(limit + 1)
-        return [self._rng.randrange(VOCAB_SIZE) for _ in range(number)]
+        return [self._rng.randrange(self._vocab_size) for _ in range(number)]
 
 
 class OracleDrafter:
     """Knows the tokens of sequences, and guesses some wrong."""
 
-    def __init__(self, known: Sequence[Sequence[int]], *, wrong: float = 0.0) -> None:
+    def __init__(
+        self,
+        known: Sequence[Sequence[int]],
+        *,
+        wrong: float = 0.0,
+        vocab_size: int = VOCAB_SIZE,
+    ) -> None:
         """`known` are whole sequences, prompts included."""
+        self._vocab_size = vocab_size
         self._known = [tuple(one) for one in known]
         self._wrong = wrong
         self._rng = random.Random(8)
@@ -189,7 +197,9 @@ class OracleDrafter:
             if known[: len(tokens)] == tokens:
                 drafts = known[len(tokens) : len(tokens) + limit]
                 return [
-                    self._rng.randrange(VOCAB_SIZE) if self._rng.random() < self._wrong else one
+                    self._rng.randrange(self._vocab_size)
+                    if self._rng.random() < self._wrong
+                    else one
                     for one in drafts
                 ]
         return ()

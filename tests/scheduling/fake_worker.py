@@ -12,7 +12,8 @@ in every block that the window of the group shows it; what lies behind the windo
 
 With recurrent states, the blocks behind the pool are the live states of rows: every slot of a part
 stands for the tokens that the row has taken in. A chunk must find exactly the tokens before it. The
-states that chunks save behind them are gone after the step.
+states that chunks save behind them are gone after the step. A row takes in the accepted tokens of a
+chain when it has sampled.
 
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
@@ -283,8 +284,10 @@ class FakeWorker:
         self._write(sequences)
         for sequence in sequences:
             self._attend(sequence)
+        assert not (self.state_blocks and chains and plan.chunks), "prompts beside chains"
         for sequence in sequences:
-            self._take_in(sequence)
+            if sequence.row not in chains:
+                self._take_in(sequence)
         self._save_states(plan)
         self._copy_on_device(plan.late_copies)
         num_sampled = self.num_sampled.pop(plan.step, {})
@@ -302,6 +305,7 @@ class FakeWorker:
             elif one.row in chains:
                 most = num_sampled.get(one.row, one.num_tokens)
                 token_ids += self._sample_chain(one, most=most)
+                self._accept(one)
             else:
                 token_ids.append(self._sample(one))
         rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
@@ -453,6 +457,12 @@ class FakeWorker:
         for part, block in enumerate(self._live_blocks(plan.row)):
             value = in_state(row.chain, end, part) if row.bad is None else row.bad
             self.device[block] = [value] * self.block_size
+
+    def _accept(self, plan: SequencePlan) -> None:
+        """Let a row take in the tokens of a chain up to the last right draft."""
+        position = self.rows[plan.row].next_position
+        assert position is not None
+        self._take_in(msgspec.structs.replace(plan, num_tokens=position - plan.first_position))
 
     def _save_states(self, plan: StepPlan) -> None:
         """Save states within chunks; spare states keep nothing from step to step."""

@@ -41,7 +41,7 @@ def make_harness(
     if has_windows:
         return make_windowed(rng, block_size=block_size, **drafting)
     if has_states:
-        return make_stateful(rng, block_size=block_size)
+        return make_stateful(rng, block_size=block_size, **drafting)
     return Harness(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -86,7 +86,8 @@ def make_windowed(rng: random.Random, *, block_size: int, **options: Any) -> Har
     )
 
 
-def make_stateful(rng: random.Random, *, block_size: int) -> Harness:
+# Any: options of any type
+def make_stateful(rng: random.Random, *, block_size: int, **options: Any) -> Harness:
     """Return a harness with recurrent states, in one group of layers or several."""
     windows = rng.choice(((None,), (None,), (None,), draw_windows(rng)))
     num_tokens, state_blocks = rng.randint(16, 40), rng.choice((1, 2, 5))
@@ -110,6 +111,7 @@ def make_stateful(rng: random.Random, *, block_size: int) -> Harness:
         windows=windows,
         state_blocks=state_blocks,
         state_grid=rng.choice((1, 2, 4)),
+        **options,
     )
 
 
@@ -371,6 +373,32 @@ def test_drafts_change_no_token() -> None:
     assert sum(len(plan.chunks) > 0 for plan in plans) > 20
 
 
+def live_with_chained_states(seed: int) -> Harness:
+    """Run a scheduler with recurrent states and drafts, and with all else that may happen."""
+    return live(
+        seed,
+        has_states=True,
+        has_drafts=True,
+        structures=0.3 * (seed % 3 == 1),
+        restrictions=3.0 * (seed % 5 == 2),
+        bad_values=0.1 * (seed % 3 == 2),
+    )
+
+
+def test_rows_take_in_the_accepted_tokens_of_chains() -> None:
+    """The worker checks it. The runs also cover every case."""
+    harnesses = [live_with_chained_states(seed) for seed in range(NUM_SEEDS)]
+    stats = [harness.scheduler.stats() for harness in harnesses]
+    assert sum(one.num_swap_preemptions for one in stats) > 5
+    assert sum(one.num_recompute_preemptions for one in stats) > 5
+    assert sum(one.speculation.num_accepted_tokens for one in stats) > 100
+    assert sum(one.speculation.num_refused_tokens for one in stats) > 50
+    plans = [plan for harness in harnesses for plan in harness.plans]
+    plans = [plan for plan in plans if plan.decodes.draft_ids]
+    # States are loaded and saved before chains.
+    assert sum(len(plan.copies) > 0 for plan in plans) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(NUM_SEEDS, NUM_SLOW_SEEDS, 20))
 def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: int) -> None:
@@ -378,6 +406,7 @@ def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: in
         live(seed)
         live_with_disk(seed)
         live_with_drafts(seed)
+        live_with_chained_states(seed)
         live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
         live(seed, has_windows=True, restrictions=5.0)
         live(seed, has_states=True, structures=0.4, bad_values=0.1 * (seed % 3 == 0))

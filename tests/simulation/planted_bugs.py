@@ -30,6 +30,7 @@ from cluster.scheduling.states import StateCopier
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_client import EngineStream
 from pagedray.channel import StepChannel
+from tests.scheduling.fake_worker import FakeWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +73,7 @@ _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     DiskTier,
     EngineLoop,
     EngineStream,
+    FakeWorker,
     GroupTables,
     InFlightStep,
     KvManager,
@@ -282,8 +284,8 @@ StateCopier._load: a snapshot may be taken by the plan that reads it
 + [self._device.pool.release(block) for block in states.load_ids]
 
 StateCopier.begin_decode: a snapshot is made a token late
-- position % interval == 0
-+ position % interval == 1
+- (_GRIDS_PER_DECODE * self.grid) == 0
++ (_GRIDS_PER_DECODE * self.grid) == 1
 
 StateCopier.make_snapshot: a snapshot is found under the key of another position
 - state_keys(sequence, save.position))
@@ -388,6 +390,22 @@ InFlightStep.note_late: the drafts behind a late mask count as computed
 Scheduler.apply_masks: masks that end before the drafts are not noted
 - if made.cut:
 + if False:
+
+FakeWorker._accept: a state takes in a token behind the last right draft
+- position - plan.first_position)
++ min(position - plan.first_position + 1, plan.num_tokens))
+
+FakeWorker._accept: a state lacks the last right draft
+- position - plan.first_position)
++ max(position - plan.first_position - 1, 1))
+
+StateCopier.make_snapshot: a snapshot before a chain has the key of its drafts
+- (self._prefixes.state_keys(sequence, save.position))
++ (self._prefixes.state_keys(sequence, sequence.num_computed // self.grid * self.grid))
+
+Planner.draft_plan: prompts and chains are in one plan of a model with states
+- has_room = self._states is None or not draft.prefilled
++ has_room = True
 """
 
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from pagedray import LLM, SamplingParams
+from tests.engine.speculation_rig import OracleDrafter, speculator_of
 from tests.greedy import NUM_TRIES, settled_stats
+from tests.scheduling.drafting import FreeDrafts
 from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
 
 pytestmark = [
@@ -129,6 +131,25 @@ def test_preemption_changes_nothing(
             if getattr(stats, f"num_{preemption}_preemptions"):
                 break
     assert getattr(stats, f"num_{preemption}_preemptions") > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_accepted_drafts_advance_states_like_decodes(
+    options: dict[str, Any], folder: Path, prompts: list[list[int]]
+) -> None:
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
+    with gpu_llm(folder, max_num_seqs=40, **drafts, **options) as llm:
+        known = [
+            prompt + tokens
+            for prompt, (tokens, _) in zip(prompts, decoded(llm, prompts), strict=True)
+        ]
+        speculator = speculator_of(llm)
+        speculator.times = FreeDrafts()
+        speculator.drafter = OracleDrafter(known, wrong=0.2, vocab_size=VOCAB_SIZE)
+        # All together, and alone.
+        check(folder, prompts, decoded(llm, prompts))
+        check(folder, prompts[-2:-1], decoded(llm, prompts[-2:-1]))
+        assert llm.stats().scheduler.speculation.num_accepted_tokens > 200
 
 
 @pytest.mark.multigpu

@@ -7,7 +7,9 @@ has the kernels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -51,6 +53,14 @@ class StepStates:
     segments: Segments
     layers: tuple[tuple[torch.Tensor, ...], ...]
     """The tensors of each recurrent layer, `[num_rows, *StateTensor.shape]`, strided."""
+    kept: list[Callable[[Segments], object]] = field(default_factory=list)
+    """A function of each layer that advances its states, if the segments keep the states."""
+
+    def accept(self, token_ids: torch.Tensor, sampled_ids: torch.Tensor) -> None:
+        """Advance the kept states of all layers by accepted tokens, as `Segments.accepted` does."""
+        accepted = self.segments.accepted(token_ids, sampled_ids)
+        for advance in self.kept:
+            advance(accepted)
 
 
 class HasStates(Protocol):
@@ -133,11 +143,20 @@ class RecurrentLayer(CompositeLayer):
         """Return the input of the output projection, `[num_tokens, columns of this rank]`.
 
         Takes the results of `input`, convolved or not, and `gates`. The states of the step's
-        sequences advance by its tokens.
+        sequences advance by its tokens, unless they are kept.
         """
         assert step.states is not None
         states, segments = step.states.layers[self._index], step.states.segments
-        return self._mix(columns, gates, states, segments, is_convolved=is_convolved)
+        if segments.keeps_states:
+            advance = partial(self._mix, columns, gates, states, is_convolved=False)
+            step.states.kept.append(advance)
+        mixed = self._mix(columns, gates, states, segments, is_convolved=is_convolved)
+        return self._finish(mixed, columns)
+
+    def _finish(self, mixed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Return the result of `heads` from those of the recurrence, which it may overwrite."""
+        del columns
+        return mixed
 
     @abstractmethod
     def _mix(
@@ -149,7 +168,7 @@ class RecurrentLayer(CompositeLayer):
         *,
         is_convolved: bool,
     ) -> torch.Tensor:
-        """Return what `heads` does; `states` are those of this layer, and change."""
+        """Return the results of the recurrence; `states` are those of this layer, and advance."""
 
 
 class ShortConvLayer(RecurrentLayer):
@@ -181,9 +200,12 @@ class ShortConvLayer(RecurrentLayer):
         is_convolved: bool,
     ) -> torch.Tensor:
         del gates, is_convolved
-        before, after, inner = columns.chunk(3, dim=1)
+        before, _, inner = columns.chunk(3, dim=1)
         (conv_states,) = states
-        return self._conv(before * inner, conv_states, segments, None).mul_(after)
+        return self._conv(before * inner, conv_states, segments, None)
+
+    def _finish(self, mixed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return mixed.mul_(columns.chunk(3, dim=1)[1])
 
     def sublayers(self) -> tuple[Layer, ...]:
         return self.input, self._conv, self.output
@@ -332,7 +354,7 @@ class ScanLayer(MatrixLayer):
     ) -> torch.Tensor:
         del gates
         vectors, first = self._vectors, self._num_values
-        z, inner, steps = columns.tensor_split((first, first + sum(self._conv.sizes)), dim=1)
+        _, inner, steps = columns.tensor_split((first, first + sum(self._conv.sizes)), dim=1)
         conv_states, matrices = states
         values, b, c = self._channels(inner, conv_states, segments, is_convolved=is_convolved)
         out = selective_scan(
@@ -343,7 +365,10 @@ class ScanLayer(MatrixLayer):
             matrices,
             segments,
         )
-        return self._norm(out.flatten(1), z)
+        return out.flatten(1)
+
+    def _finish(self, mixed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return self._norm(mixed, columns[:, : self._num_values])
 
     def sublayers(self) -> tuple[Layer, ...]:
         return self.input, self._conv, self._vectors, self._norm, self.output

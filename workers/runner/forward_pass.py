@@ -5,6 +5,7 @@ It knows neither plans nor sampling.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attention.abstract import (
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from attention.layer import Attention
     from workers.layers.sharded_logits import ShardedLogits
     from workers.models.decoder import Decoder
-    from workers.runner.decode_graphs import DecodeGraphs
+    from workers.runner.decode_graphs import ChainGraphs, DecodeGraphs
     from workers.runner.input_batch import StepInputs
     from workers.runner.piece_graphs import PieceGraphs
     from workers.runner.step_graphs import StepGraphs
@@ -43,6 +44,7 @@ class ForwardPass:
         builder: AttentionMetadataBuilder,
         state: AttentionState,
         decode_graphs: DecodeGraphs | None = None,
+        chain_graphs: ChainGraphs | None = None,
         piece_graphs: PieceGraphs | None = None,
         sampled_attention: SampledAttention | None = None,
         states: tuple[tuple[torch.Tensor, ...], ...] = (),
@@ -57,12 +59,15 @@ class ForwardPass:
         self._builder = builder
         self._state = state
         self._decode_graphs = decode_graphs
+        self._chain_graphs = chain_graphs
         self._piece_graphs = piece_graphs
         self._sampled_attention = sampled_attention
         self._metadata: AttentionMetadata | None = None
-        both = (decode_graphs, piece_graphs)
+        self._accept: Callable[[torch.Tensor], None] | None = None
+        """What the last step left to `accept_drafts`, if it has kept states."""
+        kinds = (decode_graphs, chain_graphs, piece_graphs)
         # Any: each kind has captures of its own.
-        self._graphs: list[StepGraphs[Any]] = [one for one in both if one is not None]
+        self._graphs: list[StepGraphs[Any]] = [one for one in kinds if one is not None]
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:
@@ -103,12 +108,17 @@ class ForwardPass:
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """Return the normed hidden states of `logits_indices`, `[num_logits, hidden_size]`."""
         self._metadata = metadata = self._builder.build(inputs.attention)
+        if self._chain_graphs is not None and self._chain_graphs.can_replay(inputs):
+            self._accept = self._chain_graphs.accept
+            return self._chain_graphs.replay(inputs, metadata)
         if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
             return self._decode_graphs.replay(inputs, metadata)
         self._state.begin_forward(metadata)
         if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
             return self._piece_graphs.replay(inputs, metadata)
         states = None if inputs.segments is None else StepStates(inputs.segments, self._states)
+        if states is not None and inputs.has_kept_states:
+            self._accept = partial(states.accept, inputs.token_ids)
         attention = CachedAttention(self._kv_cache, metadata, states)
         last = None
         if self._sampled_attention is not None:
@@ -116,6 +126,15 @@ class ForwardPass:
         return self._model.forward(
             inputs.token_ids, inputs.positions, attention, inputs.logits_indices, last
         )
+
+    def accept_drafts(self, sampled_ids: torch.Tensor) -> None:
+        """Advance the states that the last step has kept by the accepted tokens of its chains.
+
+        `sampled_ids` are the sampled tokens, `[num_tokens]`.
+        """
+        accept, self._accept = self._accept, None
+        assert accept is not None
+        accept(sampled_ids)
 
     def logits(self, hidden: torch.Tensor) -> ShardedLogits:
         """Return the logits of hidden states."""

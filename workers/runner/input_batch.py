@@ -58,7 +58,7 @@ class StepInputs:
     drafts."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
     segments: Segments | None = None
-    """The tokens of each sequence by row, for models with states."""
+    """The tokens of each sequence by row, for models with states; chains keep the states."""
     sampled_sequences: _Flags | None = None
     """Sequences of `attention` that `logits_indices` selects by their last tokens, on the host.
     None unless the selected tokens are exactly the last tokens of some sequences.
@@ -67,6 +67,11 @@ class StepInputs:
     """The row of each token, `[num_tokens]` int64 on the device, if a draft head reads tokens."""
     head_slots: torch.Tensor | None = None
     """The slot of each token in the layer of a draft head, as `token_rows`."""
+
+    @property
+    def has_kept_states(self) -> bool:
+        """Whether states advance by the accepted tokens once the step has sampled."""
+        return self.segments is not None and self.segments.keeps_states
 
 
 class InputBatch:
@@ -158,6 +163,7 @@ class InputBatch:
         """
         if not plan.chunks:
             return self._decode_inputs(plan.decodes)
+        assert not (self._has_states and plan.decodes.draft_ids)
         rows, first_positions, num_tokens, is_sampled = _columns(plan)
         size = len(rows)
         described = np.flatnonzero(self._num_prompt_logprobs[rows] != _NO_LOGPROBS)
@@ -234,7 +240,12 @@ class InputBatch:
         rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
-        parts = (rows, np.arange(len(rows) + 1)) if self._has_states else ()
+        starts = np.arange(len(rows) + 1)
+        draft_ids = _draft_ids(decodes, len(rows))
+        if draft_ids is not None:
+            # A chain is several decodes, but a single segment.
+            starts = np.flatnonzero(np.append(draft_ids, -1) < 0)
+        parts = (rows[starts[:-1]], starts) if self._has_states else ()
         attention = self._attention_batch(
             rows,
             0,
@@ -242,10 +253,9 @@ class InputBatch:
             ends,
             rows,
             positions,
-            has_chains=bool(decodes.draft_ids),
+            has_chains=draft_ids is not None,
         )
         of_head = (self._head_slots(attention),) if self._has_head else ()
-        draft_ids = _draft_ids(decodes, len(rows))
         token_ids, device_positions, others = self._table.begin_step(
             rows, positions, rows, ends, *of_head, *parts, draft_ids=draft_ids
         )
@@ -260,7 +270,7 @@ class InputBatch:
             sampled_positions=ends,
             sampled_places=(device_rows, device_ends),
             draft_ids=draft_ids,
-            segments=_segments(segments, np.ones(1, np.int64)),
+            segments=_segments(segments, np.diff(starts), is_chained=draft_ids is not None),
             token_rows=device_rows if self._has_head else None,
             head_slots=head_slots,
         )
@@ -460,8 +470,13 @@ def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
     return first, last
 
 
-def _segments(parts: Sequence[torch.Tensor], num_tokens: _Ints) -> Segments | None:
-    """Return the segments of rows, starts and ends of saves, if there are any parts."""
+def _segments(
+    parts: Sequence[torch.Tensor], num_tokens: _Ints, *, is_chained: bool = False
+) -> Segments | None:
+    """Return the segments of rows, starts and ends of saves, if there are any parts.
+
+    Segments of chains keep the states.
+    """
     if not parts:
         return None
     rows, starts, *save_ends = parts
@@ -469,8 +484,10 @@ def _segments(parts: Sequence[torch.Tensor], num_tokens: _Ints) -> Segments | No
         query_starts=starts.int(),
         rows=rows.int(),
         max_query_len=int(num_tokens.max()),
-        num_prompts=int((num_tokens > 1).sum()),
+        num_prompts=0 if is_chained else int((num_tokens > 1).sum()),
         save_ends=save_ends[0].int() if save_ends else None,
+        is_chained=is_chained,
+        keeps_states=is_chained,
     )
 
 

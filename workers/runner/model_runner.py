@@ -145,6 +145,8 @@ class ModelRunner:
     ) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
         sampled = choose(masks)
+        if inputs.has_kept_states:
+            self.forward_pass.accept_drafts(sampled.token_ids)
         token_ids = self._batch.append_sampled(inputs, sampled.token_ids)
         if self._drafting is None:
             return replace(sampled, token_ids=token_ids)

@@ -231,6 +231,8 @@ class PieceGraphs(StepGraphs[Recording]):
 
     def _fits(self, inputs: StepInputs) -> bool:
         """Return whether a step has no more tokens and prompts than the graphs."""
+        if inputs.has_kept_states:
+            return False
         has_few_prompts = inputs.segments is None or inputs.segments.max_prompts <= _MAX_PROMPTS
         return len(inputs.token_ids) <= self._sizes[-1] and has_few_prompts
 

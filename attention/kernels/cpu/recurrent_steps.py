@@ -31,7 +31,7 @@ class _Rule(ctypes.Structure):
         *((name, _ADDRESS) for name in ("query_starts", "rows", "out")),
         *((name, _NUMBER) for name in ("query_stride", "key_stride", "value_stride", "z_stride")),
         *((name, _NUMBER) for name in ("row_stride", "num_segments", "num_key_heads", "num_heads")),
-        *((name, _NUMBER) for name in ("key_size", "value_size")),
+        *((name, _NUMBER) for name in ("key_size", "value_size", "is_chained", "keeps_states")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
     )
 
@@ -70,6 +70,7 @@ def causal_conv(
         _NUMBER(num_channels),
         _NUMBER(width),
         ctypes.c_int(has_silu),
+        ctypes.c_int(segments.keeps_states),
     )
     return out
 
@@ -161,6 +162,8 @@ def _rule(
         num_heads=num_heads,
         key_size=key_size,
         value_size=value_size,
+        is_chained=segments.is_chained,
+        keeps_states=segments.keeps_states,
         scale=key_size**-0.5,
         eps=0.0 if norm is None else norm.eps,
     )

@@ -7,11 +7,14 @@ INLINE const ELEMENT *NAME(conv_input)(
     return position < 0 ? state + (position + before) * num_channels : x + position * stride;
 }
 
-/* Convolves `count` channels of a segment of `num_tokens` tokens, and updates their state. */
+/*
+ * Convolves `count` channels of a segment of `num_tokens` tokens, and updates their state unless it
+ * is kept.
+ */
 static void NAME(conv_channels)(
     const ELEMENT *x, int64_t stride, const ELEMENT *weight, const ELEMENT *bias, ELEMENT *state,
     ELEMENT *out, int64_t num_tokens, int64_t num_channels, int64_t width, int64_t count,
-    int has_silu) {
+    int has_silu, int keeps_state) {
     const int64_t before = width - 1;
     float taps[WIDTH][CHANNELS], first[CHANNELS] = {0}, sums[CHANNELS] = {0};
     for (int64_t i = 0; i < count; i++) {
@@ -31,6 +34,7 @@ static void NAME(conv_channels)(
         for (int64_t i = 0; i < count; i++)
             NAME(store)(out + token * num_channels + i, sums[i]);
     }
+    if (keeps_state) return;
     /* A column is written after columns before it, and read before. */
     for (int64_t column = 0; column < before; column++) {
         const ELEMENT *last = NAME(conv_input)(
@@ -46,7 +50,7 @@ static void NAME(conv_channels)(
 void NAME(causal_conv)(
     const ELEMENT *x, int64_t stride, const ELEMENT *weight, const ELEMENT *bias, ELEMENT *states,
     int64_t row_stride, const int32_t *query_starts, const int32_t *rows, ELEMENT *out,
-    int64_t num_segments, int64_t num_channels, int64_t width, int has_silu) {
+    int64_t num_segments, int64_t num_channels, int64_t width, int has_silu, int keeps_states) {
     const int64_t num_tiles = (num_channels + CHANNELS - 1) / CHANNELS;
     const int64_t num_tokens = query_starts[num_segments] - query_starts[0];
 #pragma omp parallel for schedule(dynamic) if (num_tokens * num_channels > MANY)
@@ -58,7 +62,8 @@ void NAME(causal_conv)(
         NAME(conv_channels)(
             x + first * stride + channel, stride, weight + channel * width,
             bias ? bias + channel : 0, states + rows[segment] * row_stride + channel,
-            out + first * num_channels + channel, length, num_channels, width, count, has_silu);
+            out + first * num_channels + channel, length, num_channels, width, count, has_silu,
+            keeps_states);
     }
 }
 
@@ -94,7 +99,8 @@ static void NAME(gate_head)(
 
 /*
  * A delta rule; or, with `skip`, a selective scan: keys are not normed, beta is the step size, and
- * the product of skip and value is added to the result. With z, the results are normed.
+ * the product of skip and value is added to the result. With z, the results are normed. Tokens of
+ * chained segments are computed one by one, and states that are kept do not change.
  */
 typedef struct {
     const ELEMENT *query, *key, *value, *z;
@@ -104,6 +110,7 @@ typedef struct {
     ELEMENT *out;
     int64_t query_stride, key_stride, value_stride, z_stride, row_stride;
     int64_t num_segments, num_key_heads, num_heads, key_size, value_size;
+    int64_t is_chained, keeps_states;
     float scale, eps;
 } NAME(Rule);
 

@@ -65,6 +65,7 @@ void STATED(rule)(const NAME(Rule) *rule) {
 #pragma omp parallel if (num_items * state_size > MANY)
     {
         Scratch *scratch = 0;
+        STATE *copy = 0;
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < num_items; item++) {
             const int64_t segment = item / rule->num_heads, head = item % rule->num_heads;
@@ -73,6 +74,16 @@ void STATED(rule)(const NAME(Rule) *rule) {
             if (rule->rows[segment] < 0 || first >= end) continue;
             STATE *state = (STATE *)rule->states + rule->rows[segment] * rule->row_stride +
                            head * state_size;
+            if (rule->keeps_states) {
+                const size_t num_bytes = state_size * sizeof(STATE);
+                if (!copy && !(copy = malloc(num_bytes))) abort();
+                state = memcpy(copy, state, num_bytes);
+            }
+            if (rule->is_chained) {
+                for (int64_t token = first; token < end; token++)
+                    STATED(pass_token)(rule, token, head, state);
+                continue;
+            }
             const int64_t is_last_alone = (end - first) % CHUNK == 1;
             if (end - is_last_alone > first) {
                 if (!scratch) scratch = make_scratch(rule->key_size, rule->value_size);
@@ -81,5 +92,6 @@ void STATED(rule)(const NAME(Rule) *rule) {
             if (is_last_alone) STATED(pass_token)(rule, end - 1, head, state);
         }
         free(scratch);
+        free(copy);
     }
 }

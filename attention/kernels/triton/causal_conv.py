@@ -263,7 +263,7 @@ def causal_conv(
         num_warps=4 if is_decode else 2,
         **options,
     )
-    if not is_decode:
+    if not is_decode and not segments.keeps_states:
         starts, rows = segments.query_starts, segments.rows
         _UPDATE_STATES.launch(
             (num_segments + segments.num_spares, num_tiles, 1),

@@ -39,6 +39,46 @@ _NORM_ELEMENTS = 1024
 
 
 @triton.jit
+def _pass_token(
+    state: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    is_token: tl.tensor,
+    is_key: tl.tensor,
+    is_value: tl.tensor,
+    scale: tl.tensor,
+    has_gates: tl.constexpr,
+    is_delta: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the state after a token, the result of the token, and its values.
+
+    Pointers to one head: query and key to its keys, value to its values, the others to its number.
+    """
+    q = tl.load(query, mask=is_key, other=0.0).to(tl.float32)
+    k = tl.load(key, mask=is_key, other=0.0).to(tl.float32)
+    v = tl.load(value, mask=is_value, other=0.0).to(tl.float32)
+    if is_delta:
+        log_decay, beta = load_gates(a, b, a_log, dt_bias, is_token, has_gates)
+        q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
+        state *= tl.exp(log_decay)
+        change = beta * (v - tl.sum(state * k[None, :], axis=1))
+    else:
+        log_decay, size = load_steps(a, a_log, dt_bias, is_token)
+        state *= tl.exp(log_decay)
+        change = size * v
+    # The sums do not wait for the change: S q + (k q) change is (S + change k^T) q.
+    result = tl.sum(state * q[None, :], axis=1) + tl.sum(k * q, axis=0) * change
+    state += change[:, None] * k[None, :]
+    return state, result, v
+
+
+@triton.jit
 def _step(
     query: tl.tensor,
     key: tl.tensor,
@@ -71,6 +111,8 @@ def _step(
     is_delta: tl.constexpr,
     has_norm: tl.constexpr,
     is_decode: tl.constexpr,
+    is_chained: tl.constexpr,
+    keeps_states: tl.constexpr,
     reads_early: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_key: tl.constexpr,
@@ -79,8 +121,9 @@ def _step(
     """Write some values of the result of one token and head, and update their rows of its state.
 
     Launched by `launch_step`; grid `(tiles of values, num_heads, num_segments)`. The token is the
-    only one of its segment, or the last one if it is alone in its chunk. With `has_norm`, a program
-    has all values of a head, and norms the result. Pointers: as in `_solve_chunk` and
+    only one of its segment, or the last one if it is alone in its chunk; with `is_chained`, all
+    tokens of the segment pass one after another. With `has_norm`, a program has all values of a
+    head, and norms the result. Pointers: as in `_solve_chunk` and
     `_pass_states`; skip `[num_heads]` float32, without `is_delta`; out and z `[num_tokens,
     num_heads, value_size]`; norm_weight `[value_size]`.
     """
@@ -102,37 +145,82 @@ def _step(
         row = tl.load(rows + segment)
     if not is_decode:
         end = tl.load(query_starts + segment + 1)
-        if (end - tl.load(query_starts + segment)) % _CHUNK != 1:
-            return
-        token = (end - 1).to(tl.int64)
+        first = tl.load(query_starts + segment)
+        if is_chained:
+            token = first.to(tl.int64)
+            if first == end:
+                return
+        else:
+            if (end - first) % _CHUNK != 1:
+                return
+            token = (end - 1).to(tl.int64)
     out += (token * num_heads + head) * value_size + values
     if row < 0:
-        tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
+        if is_chained:
+            for _ in range(first, end):
+                tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
+                out += num_heads * value_size
+        else:
+            tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
         return
     if not reads_early:
         states += row.to(tl.int64) * row_stride + head * (value_size * key_size)
         state = tl.load(states + places, mask=is_state, other=0.0).to(tl.float32)
     key_head = head // (num_heads // num_key_heads) * key_size + keys
-    q = tl.load(query + token * query_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
-    k = tl.load(key + token * key_stride + key_head, mask=is_key, other=0.0).to(tl.float32)
-    v = tl.load(value + token * value_stride + head * value_size + values, mask=is_value, other=0.0)
-    v = v.to(tl.float32)
+    query += token * query_stride + key_head
+    key += token * key_stride + key_head
+    value += token * value_stride + head * value_size + values
     a += token * a_stride + head
-    if is_delta:
-        b += token * b_stride + head
-        log_decay, beta = load_gates(a, b, a_log + head, dt_bias + head, row >= 0, has_gates)
-        q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
-        state *= tl.exp(log_decay)
-        change = beta * (v - tl.sum(state * k[None, :], axis=1))
-    else:
-        log_decay, size = load_steps(a, a_log + head, dt_bias + head, row >= 0)
-        state *= tl.exp(log_decay)
-        change = size * v
-    # The sums do not wait for the change: S q + (k q) change is (S + change k^T) q.
-    result = tl.sum(state * q[None, :], axis=1) + tl.sum(k * q, axis=0) * change
-    state += change[:, None] * k[None, :]
-    tl.store(states + places, state.to(states.dtype.element_ty), mask=is_state)
+    b += token * b_stride + head
+    a_log += head
+    dt_bias += head
+    state, result, v = _pass_token(
+        state,
+        query,
+        key,
+        value,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        row >= 0,
+        is_key,
+        is_value,
+        scale,
+        has_gates,
+        is_delta,
+    )
+    if is_chained:
+        for _ in range(first + 1, end):
+            if not is_delta:
+                result += v * tl.load(skip + head)
+            tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
+            # As if the state had been stored.
+            state = state.to(states.dtype.element_ty).to(tl.float32)
+            query += query_stride
+            key += key_stride
+            value += value_stride
+            a += a_stride
+            b += b_stride
+            out += num_heads * value_size
+            state, result, v = _pass_token(
+                state,
+                query,
+                key,
+                value,
+                a,
+                b,
+                a_log,
+                dt_bias,
+                row >= 0,
+                is_key,
+                is_value,
+                scale,
+                has_gates,
+                is_delta,
+            )
+    if not keeps_states:
+        tl.store(states + places, state.to(states.dtype.element_ty), mask=is_state)
     if not is_delta:
         result += v * tl.load(skip + head)
     if has_norm:
@@ -208,7 +296,7 @@ def delta_rule(
     for part, size in ((query, key_size), (key, key_size), (value, value_size)):
         assert part.stride()[1:] == (size, 1)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if segments.max_query_len > 1:
+    if segments.max_query_len > 1 and not segments.is_chained:
         delta_chunks(query, key, value, gates, states, segments, out)
     a, b, a_log, dt_bias = gate_tensors(gates)
     parameters = a, b, a_log, dt_bias, a_log
@@ -266,7 +354,9 @@ def launch_step(
     is_delta: bool,
     norm: GatedNorm | None = None,
 ) -> None:
-    """Write the results of tokens that are alone in their chunks, and update their states.
+    """Write the results of tokens that are alone in their chunks, or of chains.
+
+    Their states are updated, unless they are kept.
 
     `parameters` are the tensors of the kernel from `a` to `skip`. With a norm of each head, every
     segment has one token.
@@ -294,7 +384,8 @@ def launch_step(
             *(query.stride(0), key.stride(0), value.stride(0), a.stride(0), b.stride(0)),
             *(states.stride(0), z.stride(0), key_size**-0.5, eps),
             *(num_key_heads, num_heads, key_size, value_size, has_gates, is_delta),
-            *(norm is not None, is_decode, is_decode and len(segments.rows) <= _FEW_ROWS),
+            *(norm is not None, is_decode, segments.is_chained, segments.keeps_states),
+            is_decode and len(segments.rows) <= _FEW_ROWS,
             can_depend(value.device),
             tile_key,
             tile,

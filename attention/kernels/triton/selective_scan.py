@@ -81,7 +81,7 @@ def selective_scan(
     for part, size in ((x, head_size), (b, b.shape[2]), (c, b.shape[2])):
         assert part.stride()[1:] == (size, 1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if segments.max_query_len > 1:
+    if segments.max_query_len > 1 and not segments.is_chained:
         decays, step_sizes = empty_decays(x)
         starts, rows = segments.query_starts, segments.rows
         _SCAN_DECAYS.launch(

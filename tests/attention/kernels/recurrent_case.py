@@ -75,6 +75,42 @@ def saves_equal_cuts(
     return torch.equal(results, torch.cat(parts)) and torch.equal(whole.states, cut.states)
 
 
+def chains_equal_decodes(
+    case: "ConvCase | DeltaCase | ScanCase", run: Callable[[Any], torch.Tensor]
+) -> bool:
+    """Return whether chains have the bits of decodes, and only their accepted tokens advance.
+
+    `run` returns the results of a case with the lengths and rows of `CHAINED`.
+    """
+    decoded = replace(case, states=cloned_states(case.states))
+    segments = replace(case.segments, is_chained=True, keeps_states=True, num_prompts=0)
+    before = case.states.clone()
+    results = run(replace(case, segments=segments))
+    is_equal = torch.equal(case.states, before)
+    token_ids = torch.arange(len(results), device=DEVICE)
+    sampled_ids = token_ids + 1
+    starts, (query_lens, rows) = segments.query_starts.tolist(), CHAINED
+    for first, query_len, number, row in zip(starts, query_lens, NUM_ACCEPTED, rows, strict=False):
+        # Later drafts may be right, but do not count.
+        sampled_ids[first + number - 1] = -1
+        kept = None
+        for token in range(first, first + query_len):
+            if token == first + number:
+                kept = decoded.states.clone()
+            part = run(decoded.part(token, token + 1, row))
+            is_equal &= torch.equal(part, results[token : token + 1])
+        if kept is not None:
+            decoded.states.copy_(kept)
+    run(replace(case, segments=segments.accepted(token_ids, sampled_ids)))
+    return is_equal and torch.equal(case.states, decoded.states)
+
+
+CHAINED = [4, 1, 2, 6, 3], [2, 5, -1, 0, 7]
+"""Lengths and rows of chains for `chains_equal_decodes`."""
+NUM_ACCEPTED = 3, 1, 1, 6, 1
+"""The accepted tokens of each chain, the first included."""
+
+
 def cloned_states(states: torch.Tensor) -> torch.Tensor:
     """Return a copy of states in a buffer of its own."""
     return state_view(*states.shape[1:], dtype=states.dtype).copy_(states)

@@ -13,11 +13,13 @@ from attention.kernels.triton.delta_rule import delta_rule, gated_norm
 from attention.kernels.triton.selective_scan import selective_scan
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
+    CHAINED,
     SAVING,
     STEPS,
     ConvCase,
     DeltaCase,
     ScanCase,
+    chains_equal_decodes,
     check_grouped_norm,
     saves_equal_cuts,
 )
@@ -136,6 +138,24 @@ def test_saved_columns_have_the_bits_of_segments_that_end_there(width: int) -> N
     torch.manual_seed(0)
     case = ConvCase.make(*SAVING, width=width)
     assert saves_equal_cuts(
+        case,
+        lambda one: causal_conv(one.x, one.weight, None, one.states, one.segments, "silu"),
+    )
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_accepted_tokens_of_chains_advance_states_like_decodes(state_dtype: torch.dtype) -> None:
+    delta = DeltaCase.make(*CHAINED, value_size=20, state_dtype=state_dtype)
+    assert chains_equal_decodes(delta, lambda case: case.run(plain_rule))
+    # Torch computes the gates of 32 heads as whole vectors, with the same bits in any step.
+    scan = ScanCase.make(*CHAINED, num_heads=32, state_dtype=state_dtype)
+    assert chains_equal_decodes(scan, lambda case: case.run(selective_scan))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_accepted_tokens_of_chains_advance_columns_like_decodes(width: int) -> None:
+    case = ConvCase.make(*CHAINED, width=width, num_channels=320)
+    assert chains_equal_decodes(
         case,
         lambda one: causal_conv(one.x, one.weight, None, one.states, one.segments, "silu"),
     )

@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedray import LLM, SamplingParams
+from cluster.scheduling.drafters import Drafter
+from pagedray import LLM, Completion, SamplingParams
+from tests.engine.speculation_rig import OracleDrafter, RandomDrafter, ngrams, speculator_of
 from tests.greedy import NUM_TRIES, generated, local_llm, settled_stats
+from tests.scheduling.drafting import FreeDrafts
 from tests.slow_params import some_slow
 from tests.small_models.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
 from tests.small_models.family_cases import HYBRID_CASES
@@ -33,6 +36,8 @@ OVERFLOWING = 2
 """A token that prompts do not have."""
 SAMPLED = ("lfm2-convolutions", "qwen3_5-delta-rules")
 """These run each time; the others are slow tests."""
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 6}}
+"""Options of an engine that `speculates`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,23 @@ def completions(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return generated(llm, prompts, NUM_TOKENS)
 
 
+def speculates(llm: LLM, truth: Truth) -> None:
+    """Let an engine with `DRAFTS` guess the continuations, many tokens of them wrong."""
+    pairs = zip(truth.prompts, truth.continuations, strict=True)
+    known = [prompt + continuation for prompt, continuation in pairs]
+    guess_by(llm, OracleDrafter(known, wrong=0.3, vocab_size=VOCAB_SIZE))
+
+
+def guess_by(llm: LLM, drafter: Drafter) -> None:
+    speculator = speculator_of(llm)
+    speculator.drafter = drafter
+    speculator.times = FreeDrafts()
+
+
+def num_accepted(llm: LLM) -> int:
+    return llm.stats().scheduler.speculation.num_accepted_tokens
+
+
 def hits(llm: LLM, prompt: list[int], num_tokens: int = 1) -> int:
     """Return how many tokens of a prompt come from the prefix cache."""
     before = llm.stats().scheduler.num_hit_tokens
@@ -119,9 +141,13 @@ def test_chunks_of_any_size_change_nothing(truth: Truth, budget: int) -> None:
 
 @cases(*SAMPLED)
 def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=8) as llm:
-        generations = llm.generate(truth.prompts, params, use_tqdm=False)
+        check_logprobs(llm, truth)
+
+
+def check_logprobs(llm: LLM, truth: Truth) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    generations = llm.generate(truth.prompts, params, use_tqdm=False)
     for generation, expected in zip(generations, truth.logprobs, strict=True):
         (output,) = generation.outputs
         assert output.logprobs is not None
@@ -154,31 +180,112 @@ def test_prefixes_are_found_at_states(truth: Truth) -> None:
         assert completions(llm, truth.prompts) == truth.continuations
 
 
+@cases(*SAMPLED)
+def test_drafts_change_no_token_and_no_logprob(truth: Truth) -> None:
+    known = [[*pair[0], *pair[1]] for pair in zip(truth.prompts, truth.continuations, strict=True)]
+    drafters: dict[str, Drafter] = {
+        "n-grams": ngrams(),
+        "random": RandomDrafter(VOCAB_SIZE),
+        "oracle": OracleDrafter(known),
+        "some wrong": OracleDrafter(known, wrong=0.3, vocab_size=VOCAB_SIZE),
+    }
+    accepted = dict[str, int]()
+    with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=56, **DRAFTS) as llm:
+        for name, drafter in drafters.items():
+            guess_by(llm, drafter)
+            before = num_accepted(llm)
+            check_logprobs(llm, truth)
+            assert completions(llm, truth.prompts) == truth.continuations, name
+            accepted[name] = num_accepted(llm) - before
+    # Four of five tokens, of two runs.
+    assert accepted["oracle"] > 1.6 * NUM_TOKENS * len(LENGTHS)
+    assert accepted["random"] < accepted["some wrong"] < accepted["oracle"]
+
+
+@cases(*SAMPLED)
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_drafts_change_no_sampled_token(truth: Truth, has_cache: bool) -> None:
+    # Any: parameters of any type.
+    random: dict[str, Any] = {"temperature": 0.8, "max_tokens": NUM_TOKENS, "logprobs": 0}
+    params = [
+        SamplingParams(**random, seed=1, n=2, ignore_eos=True),
+        SamplingParams(**random, seed=2, frequency_penalty=0.3, repetition_penalty=1.1),
+        SamplingParams(**random, seed=3, stop_token_ids=[9, 10, 11, 12], min_tokens=20),
+    ]
+    prompts = truth.prompts[:6]
+    options = {**pool(truth, 16, 40), "max_num_seqs": 80, "enable_prefix_cache": has_cache}
+
+    def sampled(llm: LLM) -> list[Completion]:
+        generations = [llm.generate(prompts, one, use_tqdm=False) for one in params]
+        return [output for some in generations for one in some for output in one.outputs]
+
+    with local_llm(truth.folder, **options) as llm:
+        expected = sampled(llm)
+    sequences = [prompt for prompt in prompts for _ in range(2)] + prompts * 2
+    known = [[*pair[0], *pair[1].token_ids] for pair in zip(sequences, expected, strict=True)]
+    with local_llm(truth.folder, **options, **DRAFTS) as llm:
+        guess_by(llm, OracleDrafter(known, wrong=0.3, vocab_size=VOCAB_SIZE))
+        found = sampled(llm)
+        assert num_accepted(llm) > 500
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish_reason == other.finish_reason
+        assert logprobs_of(one) == pytest.approx(logprobs_of(other), rel=0, abs=1e-4)
+
+
+def logprobs_of(output: Completion) -> list[float]:
+    assert output.logprobs is not None
+    pairs = zip(output.token_ids, output.logprobs, strict=True)
+    return [found[token_id].logprob for token_id, found in pairs]
+
+
+@cases(*SAMPLED)
+def test_a_state_within_accepted_drafts_is_found(truth: Truth) -> None:
+    place = LENGTHS.index(63)
+    prompt, continuation = truth.prompts[place], truth.continuations[place]
+    with local_llm(truth.folder, **pool(truth, 8, 20), max_num_seqs=9, **DRAFTS) as llm:
+        guess_by(llm, OracleDrafter([prompt + continuation]))
+        assert completions(llm, [prompt]) == [continuation]
+        assert num_accepted(llm) > 50
+        turn = [*prompt, *continuation, 7, 8, 9]
+        assert hits(llm, turn) == 128
+        (cached,) = generated(llm, [turn], 20)
+        assert num_accepted(llm) < 80
+    with local_llm(truth.folder, **pool(truth, 8, 20), enable_prefix_cache=False) as llm:
+        assert [cached] == generated(llm, [turn], 20)
+
+
 @cases(SAMPLED[0])
-def test_recomputation_changes_nothing(truth: Truth) -> None:
-    check_preemption(truth, "recompute")
+@pytest.mark.parametrize("has_drafts", [True, False])
+def test_recomputation_changes_nothing(truth: Truth, has_drafts: bool) -> None:
+    check_preemption(truth, "recompute", has_drafts=has_drafts)
 
 
 @cases(SAMPLED[1])
-def test_swaps_change_nothing(truth: Truth) -> None:
-    check_preemption(truth, "swap")
+@pytest.mark.parametrize("has_drafts", [True, False])
+def test_swaps_change_nothing(truth: Truth, has_drafts: bool) -> None:
+    check_preemption(truth, "swap", has_drafts=has_drafts)
 
 
-def check_preemption(truth: Truth, preemption: str) -> None:
+def check_preemption(truth: Truth, preemption: str, *, has_drafts: bool) -> None:
     prompts, continuations = truth.prompts * 2, truth.continuations * 2
     with local_llm(
         truth.folder,
         **pool(truth, 1.5, 3),
         num_cpu_blocks=1000,
-        max_num_seqs=6,
+        max_num_seqs=12 if has_drafts else 6,
         preemption=preemption,
+        **DRAFTS if has_drafts else {},
     ) as llm:
+        if has_drafts:
+            speculates(llm, truth)
         for _ in range(NUM_TRIES):
             assert completions(llm, prompts) == continuations
             stats = settled_stats(llm)
             if getattr(stats, f"num_{preemption}_preemptions"):
                 break
     assert getattr(stats, f"num_{preemption}_preemptions") > 0
+    assert (stats.speculation.num_accepted_tokens > 100) == has_drafts
     assert stats.num_free_blocks == stats.num_blocks
 
 
@@ -304,17 +411,23 @@ def test_several_completions_of_a_prompt_are_those_of_single_requests(
 
 
 @cases()
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_killed_ranks_change_nothing(truth: Truth, num_ranks: int, ray_cluster: None) -> None:
+@pytest.mark.parametrize(("num_ranks", "has_drafts"), [(1, False), (2, False), (2, True)])
+def test_killed_ranks_change_nothing(
+    truth: Truth, num_ranks: int, has_drafts: bool, ray_cluster: None
+) -> None:
     with open_group(
         truth.folder,
         num_ranks=num_ranks,
         **pool(truth, 1, 3),
         num_cpu_blocks=1000,
-        max_num_seqs=2,
+        max_num_seqs=9 if has_drafts else 2,
         preemption="swap",
+        **DRAFTS if has_drafts else {},
     ) as llm:
+        if has_drafts:
+            speculates(llm, truth)
         assert completions(llm, truth.prompts) == truth.continuations
+        assert (num_accepted(llm) > 100) == has_drafts
         kill_after_steps(llm, 40, serving_processes()[-1:])
         assert completions(llm, truth.prompts) == truth.continuations
         assert llm.stats().replacements["death"] == 1

@@ -300,6 +300,7 @@ def test_steps_replay_decode_graphs_before_pieces_and_run_eagerly_without_any(
         attention=None,
         logits_indices=None,
         segments=None,
+        has_kept_states=False,
     )
     assert runs.hidden_states(inputs) == expected
 

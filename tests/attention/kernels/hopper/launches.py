@@ -367,18 +367,22 @@ def sums_over_ranks() -> None:
 
 
 def recurrent(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    """Run decodes and prefills of layers with recurrent state, as Qwen3.5-35B-A3B or Mamba-2."""
-    for num_tokens, num_segments, num_spares in (
-        (1, 1, 0),
-        (64, 64, 0),
-        (2048, 3, 0),
-        (2048, 3, 8),
+    """Run steps of layers with recurrent state, as Qwen3.5-35B-A3B or Mamba-2."""
+    for num_tokens, num_segments, num_spares, is_chained, keeps_states in (
+        (1, 1, 0, False, False),
+        (64, 64, 0, False, False),
+        (2048, 3, 0, False, False),
+        (2048, 3, 8, False, False),
+        (8, 8, 0, True, True),
+        (8, 16, 0, True, False),
     ):
         segments = Segments(
             query_starts=tensor(num_segments + 1, dtype=INT),
             rows=tensor(num_segments, dtype=INT),
-            max_query_len=num_tokens // num_segments,
+            max_query_len=8 if is_chained else num_tokens // num_segments,
             save_ends=tensor(num_spares, dtype=INT) if num_spares else None,
+            is_chained=is_chained,
+            keeps_states=keeps_states,
         )
         mixed = tensor(num_tokens, 8192, dtype=dtype)
         conv_states = tensor(64, 3, 8192, dtype=dtype)

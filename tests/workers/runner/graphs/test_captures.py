@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attention.abstract import AttentionBatch
+from attention.kernels.arguments import Segments
 from pagedray.rank_progress import ProgressWord, RankReport
-from workers.runner.decode_graphs import DecodeGraphs
+from workers.runner.decode_graphs import ChainGraphs, DecodeGraphs, chain_sizes
 from workers.runner.step_graphs import Captures
 
 SIZES = [1, 2, 4, 8]
@@ -124,8 +125,40 @@ def test_chains_replay_no_graph_that_writes_tokens_while_it_reads_others(
             has_chains=has_chains,
         )
         inputs: Any = SimpleNamespace(  # Any: in place of StepInputs
-            attention=batch, token_ids=torch.zeros(num_decodes)
+            attention=batch, token_ids=torch.zeros(num_decodes), has_kept_states=False
         )
         assert graphs._fits(inputs) == (expected is not None)
         if expected is not None:
             assert graphs._sizes_of(inputs) == (expected,)
+
+
+def test_few_sizes_of_chains_are_captured() -> None:
+    assert chain_sizes([1, 2, 4, 8, 16, 24, 32, 40]) == [8, 16, 32, 40]
+    assert chain_sizes([1, 2, 4, 6]) == [6]
+    assert chain_sizes([1, 2, 4]) == []
+
+
+def test_padding_of_chains_is_a_segment_without_a_row() -> None:
+    # Not made by its constructor, which needs a GPU.
+    graphs = object.__new__(ChainGraphs)
+    # An earlier step had more rows.
+    graphs._rows = torch.arange(8, dtype=torch.int32)
+    graphs._starts = torch.arange(9, dtype=torch.int32)
+    segments = Segments(
+        query_starts=torch.tensor([0, 3, 4, 6], dtype=torch.int32),
+        rows=torch.tensor([5, 2, 7], dtype=torch.int32),
+        max_query_len=3,
+        is_chained=True,
+        keeps_states=True,
+    )
+    graphs._set_segments(segments, 8)
+    padded = graphs._segments(8)
+    assert padded.spans() == segments.spans() == [(5, 0, 3), (2, 3, 4), (7, 4, 6)]
+    assert padded.query_starts.tolist() == [0, 3, 4, 6, 8, 8, 8, 8, 8]
+    # The second draft of the first chain is wrong, and so is the only draft of the last.
+    token_ids = torch.tensor([10, 11, 12, 20, 30, 31, 99, 99])
+    sampled_ids = torch.tensor([11, 13, 14, 21, 32, 33, 99, 99])
+    accepted = padded.accepted(token_ids, sampled_ids)
+    assert accepted.spans() == [(5, 0, 2), (2, 3, 4), (7, 4, 5)]
+    assert accepted.query_starts[-1] == 8
+    assert not accepted.keeps_states
