@@ -258,7 +258,7 @@ class Speculator:
                 # If the guess is wrong, there may be other guesses.
                 survivals = self.rates.survivals(drafts.lead, len(proposed) - 1)
                 offers.append(_Offer(sequence, proposed[1:], survivals))
-        return bool(self._chosen(offers, num_rows=len(running), room=room))
+        return bool(offers) and bool(self._chosen(offers, num_rows=len(running), room=room))
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
         """Return the drafts worth their time, at most `room`, of sequences that a plan decodes.

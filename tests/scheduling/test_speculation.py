@@ -277,6 +277,21 @@ def test_sequences_run_ahead_unless_drafts_are_likely_right() -> None:
     harness.drain()
 
 
+def test_a_sequence_may_end_while_its_next_token_is_planned() -> None:
+    made = Speculator(CONFIG)
+    harness = Harness(speculator=made)
+    made.times.note(4, 0.01)
+    request_id = harness.add([1, 2, 3], **LONG)
+    harness.plan()
+    harness.execute()
+    harness.collect()
+    harness.plan()
+    harness.finish(request_id, 0)
+    # No sequence is running, but a plan is in flight.
+    assert harness.schedule() is None
+    harness.drain()
+
+
 def test_a_defect_of_a_drafter_ends_only_its_request() -> None:
     harness = Harness(num_drafts=3, right=1.0)
     harness.add([1, 2], **LONG)
