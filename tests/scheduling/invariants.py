@@ -61,18 +61,27 @@ class Invariants:
         self._started: set[int] = set()
         """Seeds of the requests that have started."""
         self._num_planned_tokens = 0
+        self._open: list[ScheduledSequence] = []
+        """Sequences that had not finished at the last check."""
+        self._num_seen = 0
+        self._num_counted = 0
+        self._num_saved = self._num_moved_out = self._num_moved_in = 0
+        """Blocks in the plans that were counted."""
         self._expected_content: dict[bytes, list[int]] = {}
 
     def check(self, worker: FakeWorker) -> None:
         """Check every invariant of the scheduler's state, and of the blocks of its worker."""
         kv = self._scheduler._kv
-        holders = [s for s in self._sequences if not isinstance(s.state, Finished)]
+        # After the check that follows its end, nothing changes in a sequence.
+        sequences = [*self._open, *self._sequences[self._num_seen :]]
+        holders = [s for s in sequences if not isinstance(s.state, Finished)]
+        self._open, self._num_seen = holders, len(self._sequences)
         swaps = list(kv._swaps)
         _check_pool(
             kv.pool,
             references=[
                 block
-                for sequence in self._sequences
+                for sequence in sequences
                 for block in (
                     *sequence.blocks.ids,
                     *sequence.blocks.reserved_ids,
@@ -86,7 +95,7 @@ class Invariants:
             kv.cpu_pool,
             references=[
                 block
-                for one in self._sequences
+                for one in sequences
                 for block in (*_cpu_ids(one), *_state_ids(one))
                 if block >= 0
             ],
@@ -113,9 +122,11 @@ class Invariants:
             digests = Counter(digest for one in pending for digest in one.values())
             assert kv.states._num_pending == digests
         self._check_places(holders)
+        for sequence in sequences:
+            self._note_keys(sequence)
         self._check_cache(worker)
-        self._check_stats()
-        owners: dict[int, set[str]] = {}
+        self._check_stats(holders)
+        owners: dict[int, tuple[int, str]] = {}
         for sequence in holders:
             if isinstance(sequence.state, Swapped):
                 self.num_unswapped += sequence.state.num_unswapped > 0
@@ -141,12 +152,12 @@ class Invariants:
             if num_planned:
                 assert [sequence.num_pending] == num_planned
             assert 0 <= sequence.num_pending <= max(MAX_PLANS_IN_FLIGHT, *num_planned, 0)
+            tenant = sequence.active.request.tenant
             for place, block in enumerate(sequence.blocks.ids):
                 if block >= 0:
                     # A block never changes its group while it is owned.
-                    owner = f"{place % len(self._windows)} {sequence.active.request.tenant}"
-                    owners.setdefault(block, set()).add(owner)
-        assert all(len(one) == 1 for one in owners.values())
+                    owner = place % len(self._windows), tenant
+                    assert owners.setdefault(block, owner) == owner
 
     def _check_table(self, sequence: ScheduledSequence) -> None:
         """Check that the blocks of a table are missing exactly where they were released.
@@ -204,10 +215,10 @@ class Invariants:
             assert not states & new, "a block of a state is used twice"
         # Requests of equal priority and tenant start in order of arrival, but for those that have
         # found too few blocks.
-        by_seed = {request.seed: request for request in self._requests.values()}
         self._started |= {start.seed for start in plan.starts}
-        if is_restricted:
+        if is_restricted or not plan.starts:
             return
+        by_seed = {request.seed: request for request in self._requests.values()}
         for start in plan.starts:
             request = by_seed[start.seed]
             for active in self._scheduler._table.requests.values():
@@ -283,8 +294,6 @@ class Invariants:
         assert {key.digest: block for block, key in key_of.items()} == block_of
         assert set(key_of) == {b for b in range(kv.pool.num_blocks) if kv.pool._is_kept[b]}
         assert set(kv.pool._idle) <= set(key_of)
-        for sequence in self._sequences:
-            self._note_keys(sequence)
         self._check_cpu_cache(worker)
         self._check_disk_cache(worker)
         if worker.plans:
@@ -354,9 +363,9 @@ class Invariants:
                 content = [in_state(chain, (index + 1) * size, part)] * size
                 assert self._expected_content.setdefault(digest, content) == content
 
-    def _check_stats(self) -> None:
+    def _check_stats(self, holders: list[ScheduledSequence]) -> None:
         stats, pool = self._scheduler.stats(), self._scheduler._kv.pool
-        states = Counter(type(sequence.state) for sequence in self._sequences)
+        states = Counter(type(sequence.state) for sequence in holders)
         assert stats.num_running == states[Running]
         waiting = (Waiting, Held, Quarantined)
         assert stats.num_waiting == sum(states[state] for state in waiting)
@@ -364,15 +373,14 @@ class Invariants:
         assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
         assert stats.num_cached_blocks == len(pool._idle)
         assert stats.num_cached_cpu_blocks == len(self._scheduler._kv.cpu_pool._idle)
-        assert stats.num_saved_blocks == sum(
-            copy.source < pool.num_blocks for plan in self._plans for copy in plan.evictions
-        )
-        assert stats.num_saved_blocks + stats.num_swapped_out_blocks == sum(
-            len(plan.evictions) + len(plan.swap_outs) for plan in self._plans
-        )
-        assert stats.num_restored_blocks + stats.num_swapped_in_blocks == sum(
-            len(plan.swap_ins) for plan in self._plans
-        )
+        for plan in self._plans[self._num_counted :]:
+            self._num_saved += sum(copy.source < pool.num_blocks for copy in plan.evictions)
+            self._num_moved_out += len(plan.evictions) + len(plan.swap_outs)
+            self._num_moved_in += len(plan.swap_ins)
+        self._num_counted = len(self._plans)
+        assert stats.num_saved_blocks == self._num_saved
+        assert stats.num_saved_blocks + stats.num_swapped_out_blocks == self._num_moved_out
+        assert stats.num_restored_blocks + stats.num_swapped_in_blocks == self._num_moved_in
         num_restored_tokens = stats.num_restored_blocks * self._block_size
         if self._windows == (None,) and self._scheduler._kv.states is None:
             assert stats.num_cpu_hit_tokens == num_restored_tokens
@@ -397,17 +405,19 @@ def _load_ids(sequence: ScheduledSequence) -> list[int]:
 
 def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:
     """Check that each block has one state, and as many references as owners."""
-    num_references, num_pins = Counter(references), Counter(pins)
-    blocks = range(pool.num_blocks)
-    assert [num_references[block] for block in blocks] == list(pool._num_references)
-    assert [num_pins[block] for block in blocks] == pool._num_pins
-    free = [*pool._free, *pool._idle]
-    assert len(free) == len(set(free))
-    used = {block for block in blocks if num_references[block] or num_pins[block]}
-    assert set(free) == set(blocks) - used
-    in_transit = {block for block in blocks if num_pins[block] and not num_references[block]}
-    assert pool.num_in_transit == len(in_transit)
-    num_owned = len({block for block in blocks if num_references[block]})
+    num_references, num_pins = [0] * pool.num_blocks, [0] * pool.num_blocks
+    for block in references:
+        num_references[block] += 1
+    for block in pins:
+        num_pins[block] += 1
+    assert num_references == list(pool._num_references)
+    assert num_pins == pool._num_pins
+    uses = list(zip(num_references, num_pins, strict=True))
+    free = sorted([*pool._free, *pool._idle])
+    assert free == [block for block, use in enumerate(uses) if use == (0, 0)]
+    num_in_transit = sum(not held and pinned > 0 for held, pinned in uses)
+    assert pool.num_in_transit == num_in_transit
+    num_owned = pool.num_blocks - num_references.count(0)
     assert pool.num_free + num_owned + pool.num_in_transit == pool.num_blocks
 
 

@@ -62,7 +62,7 @@ class Writer:
     ) -> None:
         structure = use.structure(None, None)
         assert structure is not None
-        self._library = library
+        self._masks = np.zeros((1, library.num_mask_words), dtype=np.int32)
         compiled, _ = library.compile_grammar(grammar_text(structure))
         self.mark = structure.mark
         self.text = ""
@@ -83,18 +83,21 @@ class Writer:
         self.has_ended = False
 
     def allowed(self) -> list[int]:
-        masks = np.zeros((1, self._library.num_mask_words), dtype=np.int32)
-        self._matcher.write_mask(masks, 0)
-        bits = np.unpackbits(masks[0].view(np.uint8), count=len(TEXTS), bitorder="little")
-        found: list[int] = np.flatnonzero(bits).tolist()
+        self._masks[:] = 0
+        self._matcher.write_mask(self._masks, 0)
+        bits = np.unpackbits(self._masks.view(np.uint8), count=len(TEXTS), bitorder="little")
+        found: list[int] = bits.nonzero()[0].tolist()
         return found
 
     def write(self, tokens: Sequence[str]) -> None:
         """Write tokens, each of which must be allowed."""
         for token in tokens:
             assert TEXTS.index(token) in self.allowed(), (self.text, token)
-            assert self._matcher.accept_token(TEXTS.index(token))
-            self.text += token
+            self._accept(TEXTS.index(token))
+
+    def _accept(self, token_id: int) -> None:
+        assert self._matcher.accept_token(token_id)
+        self.text += TEXTS[token_id]
 
     def write_randomly(self, seed: int) -> None:
         """Write until the end, or for a while."""
@@ -106,7 +109,7 @@ class Writer:
             if chosen == EOS:
                 self.has_ended = True
                 return
-            self.write([TEXTS[chosen]])
+            self._accept(chosen)
 
 
 def use_of(
@@ -147,6 +150,10 @@ SCHEMAS = {
 STRICT = [Tool(name=name, parameters=one, is_strict=True) for name, one in SCHEMAS.items()]
 UNSUPPORTED = {"type": "object", "properties": {"x": {"not": {"type": "null"}}}}
 LOOSE = Tool(name="loose", parameters=UNSUPPORTED)
+VALIDATORS = {
+    name: jsonschema.Draft202012Validator(schema)
+    for name, schema in (SCHEMAS | {"loose": {"type": "object"}}).items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +179,7 @@ def test_calls_behind_a_text_are_valid(
         content, calls = read(use, writer.text)
         assert content == "a {<["
         for name, arguments in calls:
-            jsonschema.validate(json.loads(arguments), SCHEMAS.get(name, {"type": "object"}))
+            VALIDATORS[name].validate(json.loads(arguments))
         names |= {name for name, _ in calls}
         most_calls = max(most_calls, len(calls))
     assert names == {"look", "look.again", "loose"}
@@ -298,6 +305,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"kind": {"type": "string", "enum": ["5", "a<b", "null", "c\nd", '"e"']}},
 }
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 TOOLS = [
     Tool(name="put", parameters=SCHEMA, is_strict=True),
     Tool(name="get", parameters={"type": "object", "properties": {}}, is_strict=True),
@@ -401,7 +409,7 @@ def test_calls_are_valid_for_another_reader(
         for name, arguments in calls:
             num_calls += 1
             if name == "put":
-                jsonschema.validate(arguments, SCHEMA)
+                VALIDATOR.validate(arguments)
                 for key, value in arguments.items():
                     found[key].add(str(value))
     assert num_calls > 20
@@ -526,7 +534,7 @@ def test_calls_behind_reasoning_are_valid(
         for name, arguments in expected:
             num_calls += 1
             if name == "put":
-                jsonschema.validate(arguments, SCHEMA)
+                VALIDATOR.validate(arguments)
     assert num_calls > 5
 
 
