@@ -14,10 +14,17 @@ from bench.scheduler.cases import (
     first_token_times,
 )
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.sequence import Held, Queued, Running, Swapped, Waiting
+from cluster.scheduling.sequence import Held, Queued, Running, Sequence, Swapped, Waiting
+from cluster.scheduling.speculation import Speculator
 from cluster.simulation.step_cost import LLAMA_8B_H200
-from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
-from pagedray.config import SchedulerConfig
+from cluster.simulation.virtual_replica import (
+    EOS,
+    VirtualCall,
+    VirtualDrafter,
+    VirtualReplica,
+    distinct_prompt,
+)
+from pagedray.config import SchedulerConfig, SpeculationConfig
 from pagedray.errors import StartupError
 from tests.scheduling.harness import Harness
 
@@ -345,3 +352,45 @@ def test_a_prompt_ends_although_decodes_take_longer_than_the_target() -> None:
 def test_bad_targets_are_rejected(target_ms: float) -> None:
     with pytest.raises(StartupError, match="itl_target_ms must be above 0 and finite"):
         SchedulerConfig(itl_target_ms=target_ms)
+
+
+class OnesDrafter(VirtualDrafter):
+    """Guesses the tokens of one tenant well, and the tokens of others always wrong."""
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        if sequence.active.request.tenant != "one":
+            return [EOS] * limit
+        return super().propose(sequence, limit)
+
+
+def test_tenants_get_as_many_tokens_whether_their_drafts_are_right_or_wrong() -> None:
+    length = 300
+    replica = VirtualReplica(
+        SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
+        # Blocks for eight sequences.
+        KvOptions(block_size=16, num_blocks=8 * 21, num_cpu_blocks=0),
+        LLAMA_8B_H200,
+        max_model_len=1000,
+        speculator=Speculator(
+            SpeculationConfig(num_speculative_tokens=4), OnesDrafter(acceptance=0.9)
+        ),
+    )
+    tenants = ("one", "other")
+    calls = {tenant: list[VirtualCall]() for tenant in tenants}
+    for number in range(300):
+        tenant = tenants[number % 2]
+        prompt = distinct_prompt(number, 16)
+        calls[tenant].append(replica.submit(prompt, num_output_tokens=length, tenant=tenant))
+    replica.run(num_steps=1500)
+    assert replica.has_work
+    one, other = (sum(call.num_tokens for call in calls[tenant]) for tenant in tenants)
+    assert one / other == pytest.approx(1.0, abs=0.05)
+    stats = replica.scheduler.stats().speculation
+    assert stats.num_accepted_tokens > 0.3 * one
+
+    def mean_s(tenant: str) -> float:
+        """Return how long the ended requests of a tenant took from their first tokens on."""
+        ended = [call for call in calls[tenant] if call.end_s is not None]
+        return sum(call.token_times_s[-1] - call.token_times_s[0] for call in ended) / len(ended)
+
+    assert mean_s("one") < 0.6 * mean_s("other")
