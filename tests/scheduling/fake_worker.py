@@ -129,8 +129,6 @@ class _Row:
         """What it has read or computed, if that is bad."""
         self.bad_position = 0
         """The position from which on what it computes is bad, if it is."""
-        self.num_spare = 0
-        """Entries that its table may have beyond its tokens, for drafts that were wrong."""
         self.has_read_hits = False
         self.next_position: int | None = None
         """The position of its next query; None before its first plan."""
@@ -206,6 +204,8 @@ class FakeWorker:
         self._token_s = token_s
         self.num_blocks = num_blocks
         self.state_blocks = state_blocks
+        self._most_drafts = 0
+        """Entries that a block table may have beyond its tokens, for drafts that were wrong."""
         self._num_spares = StepLimits(max_num_seqs=max_num_seqs).num_spare_states
         self.device: list[Block] = [
             [None] * block_size
@@ -407,7 +407,7 @@ class FakeWorker:
             assert end <= len(row.token_ids), "a token is computed before it is known"
             num_groups = len(self._windows)
             num_blocks = -(-end // self.block_size) * num_groups
-            assert num_blocks <= len(row.block_ids) <= num_blocks + row.num_spare * num_groups
+            assert num_blocks <= len(row.block_ids) <= num_blocks + self._most_drafts * num_groups
             for position in range(plan.first_position, end):
                 value = self._value(row, position)
                 for group in range(num_groups):
@@ -529,7 +529,7 @@ class FakeWorker:
         """Drop the drafts of a chain of which no token was sampled."""
         if plan.row in chains:
             row = self.rows[plan.row]
-            row.num_spare = max(row.num_spare, plan.num_tokens - 1)
+            self._most_drafts = max(self._most_drafts, plan.num_tokens - 1)
             row.truncate(plan.first_position + 1)
             row.next_position = plan.first_position
 
@@ -540,7 +540,7 @@ class FakeWorker:
         """
         row, first = self.rows[plan.row], plan.first_position
         drafts, bad = row.token_ids[first + 1 :], row.bad
-        row.num_spare = max(row.num_spare, len(drafts))
+        self._most_drafts = max(self._most_drafts, len(drafts))
         row.truncate(first + 1)
         token_ids: list[int] = []
         for number, draft in enumerate([*drafts, -1][:most], 1):
