@@ -473,7 +473,8 @@ class RandomMasks:
             if num_drafts and self._random.random() < self.lateness:
                 num_drafts = self._random.randrange(num_drafts)
             matcher.num_drafts = num_drafts
-        return b"\xff" * (1 + matcher.num_drafts)
+        # After a restart of the ranks, another plan may ask for fewer masks.
+        return b"\xff" * (1 + min(matcher.num_drafts, num_drafts))
 
 
 class Results:
