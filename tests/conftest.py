@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from attention.kernels.cpu import native
+from cluster.engine import frozen_heap
 from tests.downloads.small_s3 import SmallS3
 from tests.shared_ray import SharedRay
 
@@ -111,6 +112,14 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _uncounted_heap() -> Iterator[None]:
+    """Tell engines that the heap is frozen: to count its objects would take each 0.2 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frozen_heap, "_is_frozen", lambda: True)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

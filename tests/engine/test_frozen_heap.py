@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.engine import frozen_heap
 from cluster.engine.frozen_heap import CallFreezer, freeze_heap
 from pagedray import LLM, AsyncLLM, SamplingParams
 from tests.system.server_process import ROOT, TINY_LLAMA
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# Before the tests, in which it is replaced.
+is_frozen = frozen_heap._is_frozen
+
+
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    """Other tests of the process may have frozen their objects."""
-    was_frozen = gc.get_freeze_count() > 0
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The objects of all tests of the process are frozen."""
+    monkeypatch.setattr(frozen_heap, "_is_frozen", is_frozen)
     gc.unfreeze()
     yield
-    if was_frozen:
-        gc.freeze()
+    gc.freeze()
 
 
 def is_collectable(found: object) -> bool:

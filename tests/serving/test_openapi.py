@@ -13,7 +13,6 @@ from cluster.serving.admin.endpoints import PAGE_PATHS
 from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.http_app import build_http_app
 from cluster.serving.intake import ReaderLimits
-from tests.load.generated_requests import ask_all
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
@@ -86,6 +85,9 @@ def test_page_loads_no_external_resources(http: httpx.Client) -> None:
 
 
 def test_generated_requests_find_no_server_error(server: Server) -> None:
+    # The library of these requests takes most of a second to import.
+    from tests.load.generated_requests import ask_all
+
     found = ask_all(server.url, 30, model="tiny")
     assert found["faults"] == []
     statuses = found["statuses"]

@@ -29,10 +29,9 @@ OPTIONS = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
 CACHE = CacheSize(num_blocks=8, num_cpu_blocks=0, block_bytes=0)
 
 
-@pytest.fixture(autouse=True)
-def _unfrozen_heap() -> Iterator[None]:
-    """A rank freezes the heap of its process, which is here that of other tests too."""
-    yield
+@pytest.fixture
+def _unfrozen_heap() -> None:
+    """The objects of all tests of the process are frozen until a rank freezes them again."""
     gc.unfreeze()
 
 
@@ -202,6 +201,7 @@ def test_what_a_rank_logs_is_taken_once(rank: GpuWorker) -> None:
     assert rank.take_log_lines() == []
 
 
+@pytest.mark.usefixtures("_unfrozen_heap")
 def test_collections_do_not_go_through_imported_modules(rank: GpuWorker) -> None:
     assert gc.isenabled()
     assert not any(one is torch.__dict__ for one in gc.get_objects())
