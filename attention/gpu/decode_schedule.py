@@ -46,6 +46,8 @@ _START_TILES = 3
 _MERGE_TILES = 2
 """Time to merge the parts of a result."""
 _MIN_SPARE_ITEMS = 8
+_ROW, _LENGTH = NUM_ITEM_WORDS, NUM_ITEM_WORDS + 1
+"""Words of an item: its first row, and that row's number of keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,10 +108,16 @@ class DecodeDivision:
             shared = prefixes.find(block_tables, num_blocks)
             if len(shared.rows):
                 return self._items(*self._shared_units(shared, max_shared, ends), seq_lens)
+        items = _kept_items(self, starts.tobytes(), ends.tobytes()).copy()
+        items[:, _LENGTH] = seq_lens[items[:, _ROW]]
+        return items
+
+    def items_of_tiles(self, starts: _Ints, ends: _Ints) -> _Ints:
+        """Return `items` of rows that share nothing, without lengths, by the tiles of each."""
         splits = self.costs.splits(ends - starts, self.max_items(len(ends)))
         no_rows = np.zeros((0, self.rows_per_item), dtype=np.int64)
         units = _Units(no_rows, starts, ends, splits, np.zeros_like(splits))
-        return self._items(units, splits, seq_lens)
+        return self._items(units, splits, np.zeros_like(splits))
 
     def _tiles(self, seq_lens: _Ints) -> tuple[_Ints, _Ints]:
         """Return the first tile and the end, excluded, of each row, `[num_rows]` each."""
@@ -543,6 +551,14 @@ class SplitCosts:
         running = np.cumsum(np.bincount(lengths)[::-1])[::-1][1:]
         reading = float(np.maximum(1.0, running / self.num_saturating).sum())
         return _START_TILES + reading + merging
+
+
+@lru_cache(maxsize=64)
+def _kept_items(division: DecodeDivision, starts: bytes, ends: bytes) -> _Ints:
+    """Return `items_of_tiles`: few steps begin a tile, so that most have the items of the last."""
+    items = division.items_of_tiles(np.frombuffer(starts, np.int32), np.frombuffer(ends, np.int32))
+    items.flags.writeable = False
+    return items
 
 
 @lru_cache(maxsize=64)

@@ -73,6 +73,8 @@ class DecodeGraphs(StepGraphs[_Graph]):
         device = setup.model.device
         self._rows = torch.full((sizes[-1],), NO_ROW, dtype=torch.int32, device=device)
         """The row of each token, whose state the graphs advance."""
+        self._replayed: Segments | None = None
+        """The segments that these are the rows of."""
         self._starts = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
         self._sampled_ids = torch.zeros_like(self._token_ids)
         """The token sampled after each token, which decides which drafts are accepted."""
@@ -81,8 +83,10 @@ class DecodeGraphs(StepGraphs[_Graph]):
         num_tokens = len(inputs.token_ids)
         size, graph = self._capture_for(*self._sizes_of(inputs))
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
-        if inputs.segments is not None:
+        if inputs.segments is not self._replayed:
+            assert inputs.segments is not None
             self._set_segments(inputs.segments, size)
+            self._replayed = inputs.segments
         self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()
         hidden = graph.hidden[:num_tokens]

@@ -117,6 +117,8 @@ class InputBatch:
         self._all_tables = self._block_tables.reshape(len(windows), -1)
         """The same, with the rows of a group behind each other."""
         self._num_entries = np.zeros(max_num_rows, dtype=np.int64)
+        self._decode_segments: tuple[bytes, Segments | None] = b"", None
+        """The rows of the last step of decodes alone, and their segments."""
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Start the rows of new sequences and append new blocks to block tables."""
@@ -240,12 +242,15 @@ class InputBatch:
         rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
-        starts = np.arange(len(rows) + 1)
         draft_ids = _draft_ids(decodes, len(rows))
-        if draft_ids is not None:
+        # Most steps have the rows of the step before; these also say which decodes are chains.
+        kept_rows, kept = self._decode_segments
+        is_new = self._has_states and kept_rows != decodes.rows
+        starts = np.arange(len(rows) + 1)
+        if is_new and draft_ids is not None:
             # A chain is several decodes, but a single segment.
             starts = np.flatnonzero(np.append(draft_ids, -1) < 0)
-        parts = (rows[starts[:-1]], starts) if self._has_states else ()
+        parts = (rows[starts[:-1]], starts) if is_new else ()
         attention = self._attention_batch(
             rows,
             0,
@@ -261,6 +266,9 @@ class InputBatch:
         )
         device_rows, device_ends, *segments = others
         head_slots = segments.pop(0) if self._has_head else None
+        if is_new:
+            kept = _segments(segments, np.diff(starts), is_chained=draft_ids is not None)
+            self._decode_segments = decodes.rows, kept
         return StepInputs(
             token_ids=token_ids,
             positions=device_positions,
@@ -270,7 +278,7 @@ class InputBatch:
             sampled_positions=ends,
             sampled_places=(device_rows, device_ends),
             draft_ids=draft_ids,
-            segments=_segments(segments, np.diff(starts), is_chained=draft_ids is not None),
+            segments=kept,
             token_rows=device_rows if self._has_head else None,
             head_slots=head_slots,
         )
