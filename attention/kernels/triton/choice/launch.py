@@ -32,6 +32,7 @@ from attention.kernels.triton.choice.threshold_search import (
     sum_above,
     sum_kept,
 )
+from attention.kernels.triton.kernel_launcher import KernelLauncher
 
 __all__ = [
     "argmax",
@@ -94,8 +95,7 @@ def argmax(local_maxima: torch.Tensor) -> torch.Tensor:
 
 
 def _take_maxima(maxima: torch.Tensor, out: torch.Tensor, *, splits: int) -> None:
-    stride = maxima.shape[1]
-    take_maxima[(len(out),)](maxima, out, splits=splits, stride=stride, num_warps=1)
+    _TAKE_MAXIMA.launch((len(out), 1, 1), (maxima, out), (splits, maxima.shape[1]), num_warps=1)
 
 
 def choose_unfiltered(
@@ -222,16 +222,11 @@ class _Rows:
     ) -> torch.Tensor:
         """Return the largest key and its id of each part of each row, `[num_rows, MAX_SPLITS]`."""
         maxima = self.empty(torch.int64, MAX_SPLITS.value)
-        find_maxima[(self.num_rows, self.splits)](
-            self.scores,
-            self.indices,
-            maxima,
-            parameters,
-            *(cuts or (None, None)),
-            *self.shape,
-            splits=self.splits,
-            first_id=first_id,
-            tile=_TILE,
+        given = () if parameters is None else (parameters, *(cuts or ()))
+        _FIND_MAXIMA.launch(
+            (self.num_rows, self.splits, 1),
+            (self.scores, self.indices, maxima, *given),
+            (*(None,) * (3 - len(given)), *self.shape, self.splits, first_id, _TILE),
             num_warps=4,
             # Noise is equal on all devices only if no product and sum are fused.
             enable_fp_fusion=False,
@@ -327,3 +322,7 @@ def take_maxima(maxima: tl.tensor, out: tl.tensor, splits: tl.tensor, stride: tl
     best = row_maximum(maxima, row, splits, stride)
     token_id = 0x7FFFFFFF - (best & 0xFFFFFFFF)
     tl.store(out + row, tl.where(is_sound(best >> 32), token_id, NO_TOKEN))
+
+
+_FIND_MAXIMA = KernelLauncher(find_maxima)
+_TAKE_MAXIMA = KernelLauncher(take_maxima)
