@@ -22,12 +22,16 @@ from attention.kernels.triton.gated_activation import rounded_gate
 from attention.kernels.triton.gemm.int4 import half_tile
 from attention.kernels.triton.gemm.row_product import VECTOR_BYTES, add_row_product, weight_vectors
 from attention.kernels.triton.kernel_launcher import can_depend, launch_options, wait_for_inputs
+from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["GemvTuning", "add_gemv", "default_gemv_tuning", "gemv", "gemv_gated"]
 
 _LONG_ROW_BYTES = 8192
 _LONG_INT4_ROW_BYTES = 4096
 _MANY_COLUMNS = 4096
+_FEW_COLUMNS = 528
+"""With four columns each, as many programs would leave multiprocessors idle."""
+_MAX_TILE_BYTES = 16384
 _MAX_OUT_SIZE = 65536
 """For larger outputs, such as the vocabulary, cuBLAS also runs at memory bandwidth."""
 
@@ -53,6 +57,11 @@ def default_gemv_tuning(weight: torch.Tensor, *, is_gated: bool) -> GemvTuning |
         return None
     if weight.dtype == torch.uint8:
         return _int4_tuning(weight, row_bytes, is_gated=is_gated)
+    if weight.dtype == torch.float32 and len(weight) <= _FEW_COLUMNS:
+        # A program of a router has all of a column on its way before it waits for the row: a layer
+        # of Nemotron-3-Nano takes 2 us less.
+        tile_bytes = min(next_power_of_two(row_bytes), _MAX_TILE_BYTES)
+        return GemvTuning(tile_columns=1, tile_bytes=tile_bytes)
     is_long = row_bytes >= _LONG_ROW_BYTES and not is_gated and weight.element_size() == 1
     return GemvTuning(tile_columns=8 if is_long else 4)
 
