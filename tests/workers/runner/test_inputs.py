@@ -103,6 +103,37 @@ def test_states_are_saved_before_tokens_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_every_step_of_decodes_has_the_segments_of_its_rows(device: str) -> None:
+    table = TokenTable(
+        max_num_rows=4, max_model_len=16, max_num_tokens=16, device=torch.device(device)
+    )
+    batch = InputBatch(
+        table,
+        max_num_rows=4,
+        max_model_len=16,
+        block_size=2,
+        replays_decodes=False,
+        has_states=True,
+    )
+    plain, chained = [0, 1, 2], [0, 1, 3]
+    for rows, starts in (
+        ([3, 1], plain),
+        ([3, 1], plain),
+        ([1, 3], plain),
+        ([2, 1, 1], chained),
+        ([2, 1, 1], chained),
+        ([3, 1], plain),
+    ):
+        is_chained = starts == chained
+        decodes = Decodes.pack(rows, [*range(len(rows))], draft_ids=[9] if is_chained else [])
+        segments = batch.prepare_inputs(StepPlan(0, [], decodes=decodes)).segments
+        assert segments is not None
+        assert segments.rows.tolist() == rows[:2]
+        assert segments.query_starts.tolist() == starts
+        assert segments.is_chained == segments.keeps_states == is_chained
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_chains_are_decodes_of_their_drafts(device: str) -> None:
     table = TokenTable(
         max_num_rows=9, max_model_len=16, max_num_tokens=16, device=torch.device(device)
