@@ -102,15 +102,15 @@ def clock() -> Iterator[CollectorClock]:
 def test_calls_collect_garbage_in_a_small_share_of_the_time(clock: CollectorClock) -> None:
     freezer = CallFreezer(clock)
     found = []
-    for _ in range(2000):
+    for _ in range(1000):
         garbage = Garbage()
         found.append(weakref.ref(garbage))
         del garbage
         with freezer.freeze():
             clock.now_s += 1.0
-    assert clock.num_collections == 4
+    assert clock.num_collections == 2
     # All but what came after the last collection.
-    assert sum(one() is None for one in found) > 1500
+    assert sum(one() is None for one in found) > 500
 
 
 def test_frozen_objects_are_counted_in_a_small_share_of_the_time(
@@ -128,10 +128,10 @@ def test_frozen_objects_are_counted_in_a_small_share_of_the_time(
     monkeypatch.setattr(gc, "get_freeze_count", counted)
     gc.freeze()
     freezer = CallFreezer(clock)
-    for _ in range(2000):
+    for _ in range(1000):
         with freezer.freeze():
             clock.now_s += 1.0
-    assert num_counts == 4
+    assert num_counts == 2
     assert clock.num_collections == 0
 
 
