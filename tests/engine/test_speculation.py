@@ -119,8 +119,13 @@ def test_completions_with_a_draft_head_are_those_without(
     )
     with open_llm(speculates=False, model=model, **ENGINES[engine]) as plain:
         expected = answers(plain, NAMES)
+        plain_stats = plain._engine.stats().scheduler
     with open_llm(speculates=True, model=model, head=head, **ENGINES[engine]) as llm:
         check_equal(answers(llm, NAMES), expected)
         stats = llm._engine.stats().scheduler
     assert stats.speculation.num_draft_tokens > 0
+    if engine not in ("swap", "recompute"):
+        # Sequences that are preempted look up their tokens again.
+        assert stats.num_hit_tokens == plain_stats.num_hit_tokens
+        assert stats.num_queried_tokens == plain_stats.num_queried_tokens
     assert stats.num_free_blocks == stats.num_blocks

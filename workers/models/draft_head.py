@@ -56,6 +56,11 @@ class Taps:
         size = len(layers), hidden_size
         self._states = torch.zeros(max_num_tokens, *size, dtype=dtype, device=device)
 
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens of a step."""
+        return len(self._states)
+
     def keep(self, layer: int, stream: torch.Tensor) -> None:
         """Keep the input of a layer, `[num_tokens, hidden_size]`, if the layer is tapped."""
         for place in self._places.get(layer, ()):
@@ -80,10 +85,6 @@ class HeadRows:
         return HeadRows(
             self.normed.index_select(0, indices), self.residual.index_select(0, indices)
         )
-
-    def first(self, number: int) -> HeadRows:
-        """Return the first rows, in the same memory."""
-        return HeadRows(self.normed[:number], self.residual[:number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,9 +156,6 @@ class DraftHead(CompositeLayer):
         layer = config.layer
         prefix = layer.names.decoder_layer.format(0)
         self.config = config
-        self.dtype = place.dtype
-        self.input_size = input_size or layer.hidden_size
-        """The size of `HeadRows.normed`."""
         self._group = place.group
         self._embedding = embedding
         self._token_norm, self._state_norm, self._norm = norms

@@ -19,7 +19,15 @@ import torch
 from attention.gpu.batch import PinnedRing, copy_from_host, copy_to_host
 from attention.gpu.decode_schedule import DecodeMemory
 from attention.gpu.draft_decodes import DraftDecodes
-from workers.models.draft_head import HeadRows
+from attention.kernels.triton.choice import local_maxima
+from attention.kernels.triton.choice.scores import NUM_PARAMETERS
+from attention.kernels.triton.draft_rows import (
+    BegunDrafts,
+    begin_drafts,
+    find_last_tokens,
+    key_drafts,
+    pack_drafts,
+)
 from workers.models.self_attention import CachedAttention, HeadInputs, StepAttention
 from workers.runner.decode_graphs import graph_batch_sizes
 from workers.sampling.choice import Choice
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.gpu.metadata import GpuMetadataBuilder
     from attention.layer import Attention
-    from workers.models.draft_head import DraftHead, HeadOutputs, Taps
+    from workers.models.draft_head import DraftHead, HeadOutputs, HeadRows, Taps
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.sampler import Sampler
     from workers.sampling.choice import Draws, IntArray
@@ -41,8 +49,8 @@ __all__ = ["DeviceDrafting", "Drafting", "HostDrafting"]
 
 _Draw: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 _Writer: TypeAlias = "Callable[[int, torch.Tensor, torch.Tensor], None]"
-_NUM_OUTPUTS = 4
-"""More than the number of steps with drafts that a rank has not sent yet."""
+_MOST_TOKENS = 512
+"""Tokens of a step up to which a graph has all launches of the head."""
 
 
 class Drafting(ABC):
@@ -76,7 +84,7 @@ class Drafting(ABC):
 
         `metadata` is that of the step. `token_ids`, `[num_sampled]`, are the sampled tokens, which
         the rows have. None without drafts, or without sampled tokens. On a GPU, the drafts are
-        written when the device has run this, as those of `TokenTable.append`.
+        written when the device has run this, and valid until the next drafts.
         """
         head = self._head
         states = head.first_states(self._taps.of_step(len(inputs.token_ids)))
@@ -86,6 +94,9 @@ class Drafting(ABC):
         if token_ids is None or not num_drafts:
             return None
         return self._draft(inputs, rows, token_ids, num_drafts)
+
+    def warm_up(self) -> None:  # noqa: B027  # Only a GPU compiles kernels.
+        """Compile the kernels of drafts of a sequence."""
 
     @abstractmethod
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
@@ -188,7 +199,7 @@ class DeviceDrafting(Drafting):
         max_num_drafts: int,
         graphs: Any = None,  # Any: torch does not export the type
     ) -> None:
-        """`graphs` is the memory of CUDA graphs of all passes; None launches each kernel."""
+        """`graphs` is the memory of CUDA graphs; without it, each kernel is launched by itself."""
         super().__init__(head, taps, kv_cache, batch=batch, sampler=sampler)
         self._builder = builder
         device = kv_cache.device
@@ -199,18 +210,62 @@ class DeviceDrafting(Drafting):
         self._memory = DecodeMemory(device)
         self._decodes: dict[int, DraftDecodes] = {}
         """The attention of a number of rows."""
-        self._uploads = PinnedRing(device, num_buffers=_NUM_OUTPUTS)
-        self._outputs = [
-            torch.empty(max_num_rows * max_num_drafts, dtype=torch.int64, pin_memory=is_pinned)
-            for is_pinned in [device.type == "cuda"] * _NUM_OUTPUTS
-        ]
-        self._turn = 0
-        self._graphs = None
-        if graphs is not None:
-            self._graphs = _PassGraphs(self._passes, graphs, head, max_num_rows, device)
+        self._uploads = PinnedRing(device)
+        self._output = torch.empty(
+            max_num_rows * max_num_drafts, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        """The drafts of the latest step, on the host. No two steps with drafts are in flight."""
         self._max_num_drafts = max_num_drafts
         self._uploader = Uploader(device)
         self._firsts: IntArray
+        self._graph_pool = graphs
+        if graphs is not None:
+            self._stream = torch.cuda.Stream(device)
+        width = max_num_drafts + 1
+        self._sizes = [
+            size
+            for size in graph_batch_sizes(max_num_rows)
+            if size * width <= min(_MOST_TOKENS, taps.max_num_tokens)
+        ]
+        num_tokens, num_rows = max(self._sizes, default=0) * width, max(self._sizes, default=0)
+        self._tokens = self._positions.new_zeros(3, num_tokens)
+        """The next token, position and slot of each token of a step of decodes."""
+        self._sequences = self._positions.new_zeros(3, num_rows)
+        """The last token of each sequence, the start of its generator, and whether it draws."""
+        self._words = torch.zeros(
+            2 + 4 * num_tokens + num_rows * (6 + batch.max_num_blocks // 2),
+            dtype=torch.int64,
+            pin_memory=device.type == "cuda",
+        )
+        self._phases: dict[tuple[int, int, bool], _Phase] = {}
+
+    def run(
+        self,
+        inputs: StepInputs,
+        metadata: AttentionMetadata,
+        token_ids: torch.Tensor | None,
+        num_drafts: int,
+    ) -> torch.Tensor | None:
+        are_decodes = inputs.logits_indices is None and not inputs.attention.num_prefills
+        if num_drafts and token_ids is not None and are_decodes:
+            found = self._run_phase(inputs, num_drafts)
+            if found is not None:
+                return found
+        return super().run(inputs, metadata, token_ids, num_drafts)
+
+    def warm_up(self) -> None:
+        nothing = np.zeros(0, dtype=np.int64)
+        for has_draws in (False, True):
+            phase = self._make_phase(1, self._max_num_drafts, has_draws)
+            pack_drafts(
+                self._words.numpy(),
+                (nothing,) * 4,
+                (nothing,) * 6,
+                np.zeros((0, 2), dtype=np.int32),
+                num_tokens=self._max_num_drafts + 1,
+                num_rows=1,
+            )
+            self._draft_decodes(phase)
 
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
         del metadata
@@ -227,34 +282,135 @@ class DeviceDrafting(Drafting):
         torch.sub(
             inputs.sampled_places[1].index_select(0, indices), 1, out=self._positions[:num_rows]
         )
-        draws = self._draws(inputs.sampled_rows[self._firsts])
-        size = num_rows
-        if self._graphs is not None and draws is None:
-            size = self._graphs.padded(num_rows)
-            self._num_slots[num_rows:size].zero_()
-        decodes = self._decodes_of(size)
+        decodes = self._decodes_of(num_rows)
         decodes.place(0)
         if inputs.logits_indices is not None:
             indices = inputs.logits_indices.index_select(0, indices)
-        rows = rows.select(indices)
-        if self._graphs is not None and draws is None:
-            found = self._graphs.run(rows, decodes, num_drafts)
-        else:
-            found = self._passes(rows, decodes, draws, num_drafts)
-        output = self._outputs[self._turn][: num_rows * num_drafts]
-        self._turn = (self._turn + 1) % len(self._outputs)
+        draws = self._draws(inputs.sampled_rows[self._firsts])
+        found = self._passes(rows.select(indices), decodes, draws, num_drafts)
+        output = self._output[: num_rows * num_drafts]
         copy_to_host(output, found.view(-1))
         return output.view(num_rows, num_drafts)
 
-    def _begin(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
-        """Upload the blocks of sequences; return the sampled index of the last token of each."""
+    def _run_phase(self, inputs: StepInputs, num_drafts: int) -> torch.Tensor | None:
+        """Return the drafts behind a step of decodes, with one launch; None if it is too large.
+
+        No other step with drafts may be in flight, since the memory of its numbers is the same.
+        """
+        firsts, ends = _chain_bounds(inputs)
+        num_rows = len(firsts)
+        place = bisect_left(self._sizes, num_rows)
+        if place == len(self._sizes):
+            return None
+        size, row_ids = self._sizes[place], inputs.sampled_rows[firsts]
+        drawn = self._sampler.random_rows(row_ids)
+        key = size, num_drafts, len(drawn) > 0
+        phase = self._phases.get(key)
+        if phase is None:
+            phase = self._phases[key] = self._make_phase(*key)
+        is_drawn = np.zeros(num_rows, dtype=np.int64)
+        is_drawn[drawn] = 1
+        draws = self._sampler.draws(row_ids, np.zeros_like(row_ids))
+        scales = 1.0 / np.where(is_drawn, draws.temperature, 1.0)
+        num_slots, tables = self._batch.draft_tables(row_ids)
         draft_ids = inputs.draft_ids
         if draft_ids is None:
-            firsts = np.arange(len(token_ids))
-            ends, draft_ids = firsts + 1, np.full(len(token_ids), -1)
-        else:
-            chains = Chains(draft_ids)
-            firsts, ends = chains.firsts, chains.firsts + chains.lengths
+            draft_ids = np.full(len(inputs.sampled_rows), -1)
+        pack_drafts(
+            self._words.numpy(),
+            (
+                inputs.sampled_rows,
+                inputs.sampled_positions - 1,
+                self._batch.head_slots(inputs),
+                draft_ids,
+            ),
+            (
+                firsts,
+                ends,
+                num_slots,
+                scales.view(np.int64),
+                self._sampler.generator_starts(row_ids),
+                is_drawn,
+            ),
+            tables,
+            num_tokens=size * (self._max_num_drafts + 1),
+            num_rows=size,
+        )
+        self._launch_phase(phase)
+        return phase.output[: num_rows * num_drafts].view(num_rows, num_drafts)
+
+    def _launch_phase(self, phase: _Phase) -> None:
+        """Launch a phase; from its second time on, as one graph."""
+        if phase.graph is not None:
+            phase.graph.replay()
+            return
+        if self._graph_pool is None or not phase.has_run:
+            phase.has_run = True
+            self._draft_decodes(phase)
+            return
+        graph = torch.cuda.CUDAGraph()
+        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
+        with torch.cuda.graph(
+            graph, pool=self._graph_pool, stream=self._stream, capture_error_mode="relaxed"
+        ):
+            self._draft_decodes(phase)
+        phase.graph = graph
+        graph.replay()
+
+    def _draft_decodes(self, phase: _Phase) -> None:
+        """Read the tokens of a step of decodes, and write drafts to the host."""
+        head, begun, decodes = self._head, phase.begun, phase.decodes
+        begin_drafts(
+            begun, self._words, self._batch.all_tokens, max_num_drafts=self._max_num_drafts
+        )
+        decodes.place(0)
+        states = head.first_states(self._taps.of_step(len(begun.next_ids)))
+        rows = head.rows(begun.next_ids, states)
+        write = partial(
+            self._builder.write_layer, kv_cache=self._kv_cache, slot_mapping=begun.slots
+        )
+        head.attend(rows, head.rotation(begun.places), _Write(write))
+        found = self._passes(rows.select(begun.indices), decodes, phase.draws, phase.num_drafts)
+        copy_to_host(phase.output, found.view(-1))
+
+    def _make_phase(self, size: int, num_drafts: int, has_draws: bool) -> _Phase:
+        num_tokens = size * (self._max_num_drafts + 1)
+        parameters = torch.zeros(
+            NUM_PARAMETERS, size, dtype=torch.float64, device=self._positions.device
+        )
+        indices, starts, flags = self._sequences[:, :size]
+        draws = None
+        if has_draws:
+            draws = _DeviceDraws(
+                choice=self._choice,
+                starts=starts,
+                is_drawn=flags,
+                order=torch.arange(size, device=starts.device),
+                parameters=parameters,
+                positions=self._positions[:size],
+            )
+        next_ids, places, slots = self._tokens[:, :num_tokens]
+        begun = BegunDrafts(
+            next_ids=next_ids,
+            places=places,
+            slots=slots,
+            indices=indices,
+            positions=self._positions[:size],
+            num_slots=self._num_slots[:size],
+            scales=parameters[0].view(torch.int64),
+            starts=starts,
+            flags=flags,
+            tables=self._tables[:size],
+        )
+        output = self._output[: size * num_drafts]
+        return _Phase(begun, self._decodes_of(size), draws, output, num_drafts)
+
+    def _begin(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
+        """Upload the blocks of sequences; return the sampled index of the last token of each."""
+        firsts, ends = _chain_bounds(inputs)
+        draft_ids = inputs.draft_ids
+        if draft_ids is None:
+            draft_ids = np.full(len(token_ids), -1)
         self._firsts = firsts
         num_slots, tables = self._batch.draft_tables(inputs.sampled_rows[firsts])
         num_rows, width = tables.shape
@@ -267,9 +423,6 @@ class DeviceDrafting(Drafting):
         drafts, first, end, slots, blocks = uploaded.split(sizes)
         self._num_slots[:num_rows].copy_(slots)
         self._tables[:num_rows, :width].copy_(blocks.view(torch.int32).view(num_rows, width))
-        # Imported here so that this module can be imported without Triton.
-        from attention.kernels.triton.draft_rows import find_last_tokens
-
         return find_last_tokens(token_ids, drafts, first, end, max_num_drafts=self._max_num_drafts)
 
     def _draws(self, rows: IntArray) -> _DeviceDraws | None:
@@ -289,7 +442,7 @@ class DeviceDrafting(Drafting):
         return _DeviceDraws(
             choice=self._choice,
             starts=starts,
-            is_drawn=flags.bool(),
+            is_drawn=flags,
             order=order,
             parameters=parameters,
             positions=self._positions[: len(rows)],
@@ -335,7 +488,7 @@ class _DeviceDraws:
     starts: torch.Tensor
     """The starts of their generators, `[num_rows]` int64."""
     is_drawn: torch.Tensor
-    """Whether a row draws, `[num_rows]`; others take the likeliest tokens."""
+    """1 for rows that draw, `[num_rows]` int64; others take the likeliest tokens."""
     order: torch.Tensor
     """The indices of the rows, int64."""
     parameters: torch.Tensor
@@ -344,73 +497,24 @@ class _DeviceDraws:
 
     def draw(self, number: int, scores: torch.Tensor) -> torch.Tensor:
         """Return the local maxima of the draft `number` of each row."""
-        from attention.kernels.triton.choice import local_maxima
-        from attention.kernels.triton.draft_rows import key_drafts
-
         keys = self.parameters[-1].view(torch.int64)
         key_drafts(keys, starts=self.starts, positions=self.positions, number=number + 2)
         drawn = local_maxima(scores, self.order, 0, self.parameters)
-        return torch.where(self.is_drawn, drawn, self.choice.local_maxima(scores, 0))
+        return torch.where(self.is_drawn > 0, drawn, self.choice.local_maxima(scores, 0))
 
 
-class _PassGraphs:
-    """The passes of drafts as CUDA graphs, by number of rows and drafts.
+@dataclass(slots=True, eq=False)
+class _Phase:
+    """The launches of a head behind a step of decodes, on memory of fixed addresses."""
 
-    Passes of a number run once before they are captured.
-    """
-
-    def __init__(
-        self,
-        passes: Callable[[HeadRows, DraftDecodes, None, int], torch.Tensor],
-        pool: Any,  # Any: torch does not export the type
-        head: DraftHead,
-        max_num_rows: int,
-        device: torch.device,
-    ) -> None:
-        self._passes = passes
-        self._pool = pool
-        self._sizes = graph_batch_sizes(max_num_rows)
-        size, dtype = head.config.layer.hidden_size, head.dtype
-        self._rows = HeadRows(
-            torch.zeros(max_num_rows, head.input_size, dtype=dtype, device=device),
-            torch.zeros(max_num_rows, size, dtype=dtype, device=device),
-        )
-        self._stream = torch.cuda.Stream(device)
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
-
-    def padded(self, num_rows: int) -> int:
-        """Return the number of rows that a graph for these rows has."""
-        place = bisect_left(self._sizes, num_rows)
-        return self._sizes[place] if place < len(self._sizes) else num_rows
-
-    def run(self, rows: HeadRows, decodes: DraftDecodes, num_drafts: int) -> torch.Tensor:
-        """Return the drafts, `[num_rows, num_drafts]`; the next run overwrites them."""
-        num_rows, size = len(rows.residual), len(decodes.places)
-        static = self._rows.first(size)
-        static.normed[:num_rows].copy_(rows.normed)
-        static.residual[:num_rows].copy_(rows.residual)
-        key = size, num_drafts
-        if key not in self._captured:
-            self._captured[key] = None
-            return self._passes(static, decodes, None, num_drafts)[:num_rows]
-        captured = self._captured[key]
-        if captured is None:
-            # The capture runs nothing.
-            captured = self._captured[key] = self._capture(static, decodes, num_drafts)
-        graph, found = captured
-        graph.replay()
-        return found[:num_rows]
-
-    def _capture(
-        self, rows: HeadRows, decodes: DraftDecodes, num_drafts: int
-    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"
-        ):
-            found = self._passes(rows, decodes, None, num_drafts)
-        return graph, found
+    begun: BegunDrafts
+    decodes: DraftDecodes
+    draws: _DeviceDraws | None
+    output: torch.Tensor
+    """The drafts on the host, `[num_rows * num_drafts]` int64."""
+    num_drafts: int
+    has_run: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class _DeviceAttention(StepAttention):
@@ -437,6 +541,15 @@ class _Write(StepAttention):
         assert inputs.value is not None
         self._write(layer.layer_index, key, inputs.value)
         return query.flatten(1)
+
+
+def _chain_bounds(inputs: StepInputs) -> tuple[IntArray, IntArray]:
+    """Return the first sampled token of each sequence, and the end of its sampled tokens."""
+    if inputs.draft_ids is None:
+        firsts = np.arange(len(inputs.sampled_rows))
+        return firsts, firsts + 1
+    chains = Chains(inputs.draft_ids)
+    return chains.firsts, chains.firsts + chains.lengths
 
 
 def _last_sampled(inputs: StepInputs, token_ids: torch.Tensor) -> IntArray:

@@ -309,6 +309,15 @@ class InputBatch:
         return replace(groups[0], other_groups=tuple(groups[1:]))
 
     @property
+    def all_tokens(self) -> torch.Tensor:
+        """The tokens of all rows, as in `TokenTable`."""
+        return self._table.all_tokens
+
+    def head_slots(self, inputs: StepInputs) -> _Ints:
+        """Return the slots of tokens in the layer of a draft head, on the host."""
+        return self._head_slots(inputs.attention)
+
+    @property
     def max_num_blocks(self) -> int:
         """The most entries of a block table, rounded up to an even number."""
         return -(-self._block_tables.shape[2] // 2) * 2

@@ -65,6 +65,8 @@ class ModelRunner:
         """Compile the kernels that sample from logits of this dtype."""
         self._progress.enter(Phase.WARMING_UP)
         self._sampler.warm_up(dtype)
+        if self._drafting is not None:
+            self._drafting.warm_up()
 
     @torch.inference_mode()
     def compile_kernels(self, dtype: torch.dtype, num_threads: int) -> None:

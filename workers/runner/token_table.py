@@ -58,6 +58,11 @@ class TokenTable:
         """Return tokens of a row, from position `first` to before `end`, as `[end - first]`."""
         return self._tokens[row, first:end]
 
+    @property
+    def all_tokens(self) -> torch.Tensor:
+        """All tokens, `[max_num_rows, max_model_len + 1]` int64."""
+        return self._tokens
+
     def tokens_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the tokens at places, `[num_places]` int64 each."""
         return self._tokens[rows, positions]

@@ -214,7 +214,7 @@ def on_device(rank: Rank) -> None:
     assert runner is not None
     builder = SharedBackend.make_metadata_builder(worker._spec)
     assert isinstance(builder, GpuMetadataBuilder)
-    runner._drafting = DeviceDrafting(
+    runner._drafting = drafting = DeviceDrafting(
         worker._head,
         worker._taps,
         runner._cache.device_pool,
@@ -224,6 +224,8 @@ def on_device(rank: Rank) -> None:
         max_num_rows=8,
         max_num_drafts=NUM_DRAFTS,
     )
+    with torch.inference_mode():
+        drafting.warm_up()
 
 
 @pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])

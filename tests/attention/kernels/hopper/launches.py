@@ -23,7 +23,13 @@ from attention.kernels.arguments import (
 from attention.kernels.triton.causal_conv import causal_conv
 from attention.kernels.triton.chunk_attention import paged_attention
 from attention.kernels.triton.delta_rule import delta_rule
-from attention.kernels.triton.draft_rows import find_last_tokens, key_drafts, place_drafts
+from attention.kernels.triton.draft_rows import (
+    BegunDrafts,
+    begin_drafts,
+    find_last_tokens,
+    key_drafts,
+    place_drafts,
+)
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gated_activation import quantized_gated
@@ -414,6 +420,13 @@ def drafts() -> None:
         numbers = tensor(num_rows, dtype=torch.int64)
         chosen = tensor(num_rows * 5, dtype=torch.int64)
         find_last_tokens(chosen, chosen, numbers, numbers, max_num_drafts=4)
+        begun = BegunDrafts(*(chosen,) * 3, *(numbers,) * 6, tensor(num_rows, 128, dtype=INT))
+        begin_drafts(
+            begun,
+            tensor(2048, dtype=torch.int64),
+            tensor(8, 64, dtype=torch.int64),
+            max_num_drafts=4,
+        )
         key_drafts(numbers, starts=numbers, positions=numbers, number=2)
         place_drafts(
             numbers,
