@@ -300,7 +300,7 @@ class DeviceDrafting(Drafting):
         firsts, ends = _chain_bounds(inputs)
         num_rows = len(firsts)
         place = bisect_left(self._sizes, num_rows)
-        if place == len(self._sizes):
+        if place == len(self._sizes) or (ends - firsts).max() > self._max_num_drafts + 1:
             return None
         size, row_ids = self._sizes[place], inputs.sampled_rows[firsts]
         drawn = self._sampler.random_rows(row_ids)
@@ -423,7 +423,8 @@ class DeviceDrafting(Drafting):
         drafts, first, end, slots, blocks = uploaded.split(sizes)
         self._num_slots[:num_rows].copy_(slots)
         self._tables[:num_rows, :width].copy_(blocks.view(torch.int32).view(num_rows, width))
-        return find_last_tokens(token_ids, drafts, first, end, max_num_drafts=self._max_num_drafts)
+        most = int((ends - firsts).max())
+        return find_last_tokens(token_ids, drafts, first, end, max_num_drafts=most)
 
     def _draws(self, rows: IntArray) -> _DeviceDraws | None:
         """Return how these rows of the batch draw tokens, or None if no row does."""
