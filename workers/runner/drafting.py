@@ -217,7 +217,6 @@ class DeviceDrafting(Drafting):
         """The drafts of the latest step, on the host. No two steps with drafts are in flight."""
         self._max_num_drafts = max_num_drafts
         self._uploader = Uploader(device)
-        self._firsts: IntArray
         self._graph_pool = graphs
         if graphs is not None:
             self._stream = torch.cuda.Stream(device)
@@ -277,7 +276,8 @@ class DeviceDrafting(Drafting):
     def _draft(
         self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
     ) -> torch.Tensor:
-        indices = self._begin(inputs, token_ids)
+        firsts, ends = _chain_bounds(inputs)
+        indices = self._begin(inputs, token_ids, firsts, ends)
         num_rows = len(indices)
         torch.sub(
             inputs.sampled_places[1].index_select(0, indices), 1, out=self._positions[:num_rows]
@@ -286,7 +286,7 @@ class DeviceDrafting(Drafting):
         decodes.place(0)
         if inputs.logits_indices is not None:
             indices = inputs.logits_indices.index_select(0, indices)
-        draws = self._draws(inputs.sampled_rows[self._firsts])
+        draws = self._draws(inputs.sampled_rows[firsts])
         found = self._passes(rows.select(indices), decodes, draws, num_drafts)
         output = self._output[: num_rows * num_drafts]
         copy_to_host(output, found.view(-1))
@@ -405,13 +405,16 @@ class DeviceDrafting(Drafting):
         output = self._output[: size * num_drafts]
         return _Phase(begun, self._decodes_of(size), draws, output, num_drafts)
 
-    def _begin(self, inputs: StepInputs, token_ids: torch.Tensor) -> torch.Tensor:
-        """Upload the blocks of sequences; return the sampled index of the last token of each."""
-        firsts, ends = _chain_bounds(inputs)
+    def _begin(
+        self, inputs: StepInputs, token_ids: torch.Tensor, firsts: IntArray, ends: IntArray
+    ) -> torch.Tensor:
+        """Upload the blocks of sequences; return the sampled index of the last token of each.
+
+        The sampled tokens of a sequence are from `firsts` to before `ends`.
+        """
         draft_ids = inputs.draft_ids
         if draft_ids is None:
             draft_ids = np.full(len(token_ids), -1)
-        self._firsts = firsts
         num_slots, tables = self._batch.draft_tables(inputs.sampled_rows[firsts])
         num_rows, width = tables.shape
         parts = draft_ids, firsts, ends, num_slots, tables.reshape(-1).view(np.int64)
