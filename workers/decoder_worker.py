@@ -200,7 +200,7 @@ class DecoderWorker(Worker):
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         assert self._runner is not None
-        self._runner.forward_pass.capture_graphs(only_largest=only_largest)
+        self._runner.capture_graphs(only_largest=only_largest)
 
     def use_idle_time(self) -> bool:
         if not self._idle_lock.acquire(blocking=False):
@@ -208,7 +208,7 @@ class DecoderWorker(Worker):
         try:
             assert self._runner is not None
             # Several ranks would have to capture a graph between the same two steps.
-            if self._group.size == 1 and self._runner.forward_pass.capture_next():
+            if self._group.size == 1 and self._runner.capture_next():
                 return True
             return self.host_pool is not None and self.host_pool.pin_next()
         finally:

@@ -7,8 +7,8 @@ pass of the head after the other.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,13 +29,14 @@ from attention.kernels.triton.draft_rows import (
     pack_drafts,
 )
 from workers.models.self_attention import CachedAttention, HeadInputs, StepAttention
-from workers.runner.decode_graphs import graph_batch_sizes
 from workers.sampling.choice import Choice
 from workers.sampling.device_choice import Uploader, upload_draws
 from workers.sampling.edits import Chains
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.gpu.metadata import GpuMetadataBuilder
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from workers.sampling.choice import Draws, IntArray
 
 __all__ = ["DeviceDrafting", "Drafting", "HostDrafting"]
+
+logger = logging.getLogger(__name__)
 
 _Draw: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 _Writer: TypeAlias = "Callable[[int, torch.Tensor, torch.Tensor], None]"
@@ -97,6 +100,13 @@ class Drafting(ABC):
 
     def warm_up(self) -> None:  # noqa: B027  # Only a GPU compiles kernels.
         """Compile the kernels of drafts of a sequence."""
+
+    def capture_graphs(self, *, only_largest: bool = False) -> None:  # noqa: B027  # As above.
+        """Capture all graphs, or only the largest; other steps use it until the next capture."""
+
+    def capture_next(self) -> bool:
+        """Capture the smallest of the missing graphs; return False if none is missing."""
+        return False
 
     @abstractmethod
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
@@ -221,11 +231,9 @@ class DeviceDrafting(Drafting):
         if graphs is not None:
             self._stream = torch.cuda.Stream(device)
         width = max_num_drafts + 1
-        self._sizes = [
-            size
-            for size in graph_batch_sizes(max_num_rows)
-            if size * width <= min(_MOST_TOKENS, taps.max_num_tokens)
-        ]
+        limit = min(max_num_rows, min(_MOST_TOKENS, taps.max_num_tokens) // width)
+        self._sizes = sorted({limit, *(1 << bit for bit in range(limit.bit_length()))} - {0})
+        """Numbers of sequences that steps of decodes are padded to."""
         num_tokens, num_rows = max(self._sizes, default=0) * width, max(self._sizes, default=0)
         self._tokens = self._positions.new_zeros(3, num_tokens)
         """The next token, position and slot of each token of a step of decodes."""
@@ -236,7 +244,11 @@ class DeviceDrafting(Drafting):
             dtype=torch.int64,
             pin_memory=device.type == "cuda",
         )
-        self._phases: dict[tuple[int, int, bool], _Phase] = {}
+        self._phases = {
+            (size, has_draws): self._make_phase(size, has_draws=has_draws)
+            for size in self._sizes
+            for has_draws in (False, True)
+        }
 
     def run(
         self,
@@ -255,16 +267,50 @@ class DeviceDrafting(Drafting):
     def warm_up(self) -> None:
         nothing = np.zeros(0, dtype=np.int64)
         for has_draws in (False, True):
-            phase = self._make_phase(1, self._max_num_drafts, has_draws)
-            pack_drafts(
-                self._words.numpy(),
+            self._pack(
+                self._phases[self._sizes[0], has_draws],
                 (nothing,) * 4,
                 (nothing,) * 6,
                 np.zeros((0, 2), dtype=np.int32),
-                num_tokens=self._max_num_drafts + 1,
-                num_rows=1,
             )
+            self._draft_decodes(self._phases[self._sizes[0], has_draws])
+
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        if self._graph_pool is None:
+            return
+        # The largest first, since smaller captures reuse its memory.
+        for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
+            for has_draws in (False, True):
+                self._capture(self._phases[size, has_draws])
+
+    def capture_next(self) -> bool:
+        missing = (phase for phase in self._phases.values() if phase.graph is None)
+        phase = None if self._graph_pool is None else next(missing, None)
+        if phase is None:
+            return False
+        try:
+            self._capture(phase)
+        # As for other graphs, the next step raises if the device has failed.
+        except Exception as error:
+            self._graph_pool = None
+            logger.warning("Could not capture a graph of drafts; some steps are slower: %s", error)
+        return True
+
+    @torch.inference_mode()
+    def _capture(self, phase: _Phase) -> None:
+        if phase.graph is not None:
+            return
+        graph = torch.cuda.CUDAGraph()
+        # If a capture fails, torch may leave its stream as the current stream. Kernels may be
+        # loaded, and other threads, such as NCCL's watchdog, may call CUDA.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(
+                graph, pool=self._graph_pool, stream=self._stream, capture_error_mode="relaxed"
+            ),
+        ):
             self._draft_decodes(phase)
+        phase.graph = graph
 
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
         del metadata
@@ -295,19 +341,17 @@ class DeviceDrafting(Drafting):
     def _run_phase(self, inputs: StepInputs, num_drafts: int) -> torch.Tensor | None:
         """Return the drafts behind a step of decodes, with one launch; None if it is too large.
 
+        The launches are those of the most drafts, so that there are few graphs.
+
         No other step with drafts may be in flight, since the memory of its numbers is the same.
         """
         firsts, ends = _chain_bounds(inputs)
         num_rows = len(firsts)
-        place = bisect_left(self._sizes, num_rows)
-        if place == len(self._sizes) or (ends - firsts).max() > self._max_num_drafts + 1:
+        if num_rows > self._sizes[-1] or (ends - firsts).max() > self._max_num_drafts + 1:
             return None
-        size, row_ids = self._sizes[place], inputs.sampled_rows[firsts]
+        row_ids = inputs.sampled_rows[firsts]
         drawn = self._sampler.random_rows(row_ids)
-        key = size, num_drafts, len(drawn) > 0
-        phase = self._phases.get(key)
-        if phase is None:
-            phase = self._phases[key] = self._make_phase(*key)
+        phase = self._phase_for(num_rows, has_draws=len(drawn) > 0)
         is_drawn = np.zeros(num_rows, dtype=np.int64)
         is_drawn[drawn] = 1
         draws = self._sampler.draws(row_ids, np.zeros_like(row_ids))
@@ -316,46 +360,37 @@ class DeviceDrafting(Drafting):
         draft_ids = inputs.draft_ids
         if draft_ids is None:
             draft_ids = np.full(len(inputs.sampled_rows), -1)
-        pack_drafts(
-            self._words.numpy(),
-            (
-                inputs.sampled_rows,
-                inputs.sampled_positions - 1,
-                self._batch.head_slots(inputs),
-                draft_ids,
-            ),
-            (
-                firsts,
-                ends,
-                num_slots,
-                scales.view(np.int64),
-                self._sampler.generator_starts(row_ids),
-                is_drawn,
-            ),
-            tables,
-            num_tokens=size * (self._max_num_drafts + 1),
-            num_rows=size,
+        tokens = (
+            inputs.sampled_rows,
+            inputs.sampled_positions - 1,
+            self._batch.head_slots(inputs),
+            draft_ids,
         )
-        self._launch_phase(phase)
-        return phase.output[: num_rows * num_drafts].view(num_rows, num_drafts)
-
-    def _launch_phase(self, phase: _Phase) -> None:
-        """Launch a phase; from its second time on, as one graph."""
-        if phase.graph is not None:
+        starts = self._sampler.generator_starts(row_ids)
+        numbers = firsts, ends, num_slots, scales.view(np.int64), starts, is_drawn
+        self._pack(phase, tokens, numbers, tables)
+        if phase.graph is None:
+            self._draft_decodes(phase)
+        else:
             phase.graph.replay()
-            return
-        if self._graph_pool is None or not phase.has_run:
-            phase.has_run = True
-            self._draft_decodes(phase)
-            return
-        graph = torch.cuda.CUDAGraph()
-        # Kernels may be loaded, and other threads, such as NCCL's watchdog, may call CUDA.
-        with torch.cuda.graph(
-            graph, pool=self._graph_pool, stream=self._stream, capture_error_mode="relaxed"
-        ):
-            self._draft_decodes(phase)
-        phase.graph = graph
-        graph.replay()
+        return phase.output[:num_rows, :num_drafts]
+
+    def _phase_for(self, num_rows: int, *, has_draws: bool) -> _Phase:
+        """Return the smallest phase for so many sequences, if possible one with a graph."""
+        fitting = [self._phases[size, has_draws] for size in self._sizes if size >= num_rows]
+        return next((phase for phase in fitting if phase.graph is not None), fitting[0])
+
+    def _pack(
+        self,
+        phase: _Phase,
+        tokens: Sequence[NDArray[np.int64]],
+        sequences: Sequence[NDArray[np.int64]],
+        tables: NDArray[np.int32],
+    ) -> None:
+        begun = phase.begun
+        num_tokens, num_rows = len(begun.next_ids), len(begun.indices)
+        words = self._words.numpy()
+        pack_drafts(words, tokens, sequences, tables, num_tokens=num_tokens, num_rows=num_rows)
 
     def _draft_decodes(self, phase: _Phase) -> None:
         """Read the tokens of a step of decodes, and write drafts to the host."""
@@ -370,10 +405,11 @@ class DeviceDrafting(Drafting):
             self._builder.write_layer, kv_cache=self._kv_cache, slot_mapping=begun.slots
         )
         head.attend(rows, head.rotation(begun.places), _Write(write))
-        found = self._passes(rows.select(begun.indices), decodes, phase.draws, phase.num_drafts)
-        copy_to_host(phase.output, found.view(-1))
+        number = self._max_num_drafts
+        found = self._passes(rows.select(begun.indices), decodes, phase.draws, number)
+        copy_to_host(phase.output.view(-1), found.view(-1))
 
-    def _make_phase(self, size: int, num_drafts: int, has_draws: bool) -> _Phase:
+    def _make_phase(self, size: int, *, has_draws: bool) -> _Phase:
         num_tokens = size * (self._max_num_drafts + 1)
         parameters = torch.zeros(
             NUM_PARAMETERS, size, dtype=torch.float64, device=self._positions.device
@@ -402,8 +438,8 @@ class DeviceDrafting(Drafting):
             flags=flags,
             tables=self._tables[:size],
         )
-        output = self._output[: size * num_drafts]
-        return _Phase(begun, self._decodes_of(size), draws, output, num_drafts)
+        output = self._output[: size * self._max_num_drafts].view(size, -1)
+        return _Phase(begun, self._decodes_of(size), draws, output)
 
     def _begin(
         self, inputs: StepInputs, token_ids: torch.Tensor, firsts: IntArray, ends: IntArray
@@ -515,9 +551,7 @@ class _Phase:
     decodes: DraftDecodes
     draws: _DeviceDraws | None
     output: torch.Tensor
-    """The drafts on the host, `[num_rows * num_drafts]` int64."""
-    num_drafts: int
-    has_run: bool = False
+    """The drafts on the host, `[num_rows, max_num_drafts]` int64."""
     graph: torch.cuda.CUDAGraph | None = None
 
 

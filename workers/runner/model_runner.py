@@ -68,6 +68,18 @@ class ModelRunner:
         if self._drafting is not None:
             self._drafting.warm_up()
 
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        """Capture graphs, as `ForwardPass` and `Drafting` do."""
+        self.forward_pass.capture_graphs(only_largest=only_largest)
+        if self._drafting is not None:
+            self._drafting.capture_graphs(only_largest=only_largest)
+
+    def capture_next(self) -> bool:
+        """Capture a missing graph; return False if none is missing."""
+        if self.forward_pass.capture_next():
+            return True
+        return self._drafting is not None and self._drafting.capture_next()
+
     @torch.inference_mode()
     def compile_kernels(self, dtype: torch.dtype, num_threads: int) -> None:
         """Compile in parallel the kernels of graphs, and of sampling from logits of this dtype.
