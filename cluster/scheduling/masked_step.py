@@ -139,7 +139,7 @@ def _note_forced(row: MaskedRow) -> None:
     forced_ids = _matcher(row.sequence).forced_ids
     if forced_ids:
         place = len(row.sequence.token_ids) + len(row.draft_ids)
-        _masks(row.sequence).forced = ForcedTokens(place, forced_ids)
+        _masks(row.sequence).forced = ForcedTokens(place, [*forced_ids])
 
 
 def _note(sequence: Sequence, *, is_late: bool) -> None:

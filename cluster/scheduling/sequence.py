@@ -430,6 +430,15 @@ class SequenceMasks:
         self.is_made = False
         """Whether the mask of the next token is made, if that token is deferred."""
 
+    def forced_ids(self, token_ids: array[int]) -> AnySequence[int]:
+        """Return the tokens that most likely follow those of the sequence, if the grammar says."""
+        if self.forced is None:
+            return ()
+        place, forced_ids = self.forced
+        known_ids = token_ids[place:].tolist()
+        is_followed = len(token_ids) >= place and known_ids == forced_ids[: len(known_ids)]
+        return forced_ids[len(known_ids) :] if is_followed else ()
+
     @property
     def is_awaited(self) -> bool:
         """Whether a step waits for the mask of the next token, or has it."""
@@ -452,7 +461,7 @@ class ForcedTokens(NamedTuple):
 
     place: int
     """The number of tokens before them."""
-    token_ids: AnySequence[int]
+    token_ids: list[int]
 
 
 class SequenceDrafts:

@@ -51,6 +51,13 @@ _NUM_STEPS_KEPT = 2000
 """Steps after which the time of a number of rows is measured again."""
 _UNKNOWN_ROW = 0.005
 """The time that a row is assumed to add to a step as long as that is not measured, in steps."""
+_FIRST_FORCED_RATE = 0.9
+"""How likely a token of the only text that a grammar allows is right, as long as none was verified;
+others are shorter tokens of that text."""
+_LEAST_FORCED_RATE = 0.3
+"""The least rate of these tokens, so that they are tried again."""
+_FORCED_WEIGHT = 0.02
+"""Weight of such a token in their rate."""
 _GAP_S = 0.0003
 """Time between steps without a plan that was made ahead."""
 _MOST_PAUSED = 8
@@ -68,6 +75,8 @@ class Chain(NamedTuple):
     position: int
     """The position of its last known token, which the plan computes too."""
     draft_ids: AnySequence[int]
+    num_forced: int = 0
+    """The first drafts that the grammar of the sequence forces."""
     num_usable: int | None = None
     """The first drafts, if no others have masks; the others count as wrong."""
 
@@ -170,21 +179,39 @@ class DraftRates:
     def __init__(self) -> None:
         self._rates = [_FIRST_RATE]
         """By place; later places are assumed to have the last rate."""
+        self._forced_rate = _FIRST_FORCED_RATE
         self._weights = [_FIRST_WEIGHT]
         """The weight of the next draft in each rate."""
         self._trust = 0.5
         """How much of a lead counts."""
 
-    def survivals(self, lead: float, num_drafts: int) -> list[float]:
-        """Return how likely each of the first drafts of a chain is accepted."""
+    def survivals(self, lead: float, num_drafts: int, num_forced: int = 0) -> list[float]:
+        """Return how likely each of the first drafts of a chain is accepted.
+
+        The first `num_forced` of them are forced by a grammar.
+        """
+        if num_forced:
+            forced = [self._forced_rate ** (number + 1) for number in range(num_forced)]
+            others = self.survivals(lead, num_drafts - num_forced)
+            return forced + [forced[-1] * survival for survival in others]
         rates = self._rates[:num_drafts]
         rates += rates[-1:] * (num_drafts - len(rates))
         if rates:
             rates[0] = min(max(rates[0] + self._trust * lead, _LEAST_RATE), 1.0)
         return list(accumulate(rates, mul))
 
-    def note_draft(self, drafts: SequenceDrafts, place: int, *, is_right: bool) -> None:
-        """Note whether a draft was right; the drafts before it were."""
+    def note_draft(
+        self, drafts: SequenceDrafts, place: int, *, is_right: bool, num_forced: int = 0
+    ) -> None:
+        """Note whether a draft was right; the drafts before it were.
+
+        The first `num_forced` drafts of its chain are forced by a grammar.
+        """
+        if place < num_forced:
+            change = _FORCED_WEIGHT * (is_right - self._forced_rate)
+            self._forced_rate = max(self._forced_rate + change, _LEAST_FORCED_RATE)
+            return
+        place -= num_forced
         if place == len(self._rates):
             self._rates.append(self._rates[-1])
             self._weights.append(_FIRST_WEIGHT)
@@ -205,6 +232,7 @@ class _Offer(NamedTuple):
 
     sequence: Sequence
     draft_ids: AnySequence[int]
+    num_forced: int
     survivals: list[float]
 
 
@@ -252,12 +280,15 @@ class Speculator:
             if drafts is None or sequence.is_prefill or sequence.num_pending != 1:
                 continue
             self._settle_guess(sequence, drafts)
-            proposed = self._proposed(sequence, drafts, num_pending=1)
-            if proposed:
+            proposed, num_forced = self._proposed(sequence, drafts, num_pending=1)
+            if num_forced:
+                survivals = self.rates.survivals(drafts.lead, len(proposed), num_forced)[1:]
+                offers.append(_Offer(sequence, proposed[1:], num_forced - 1, survivals))
+            elif proposed:
                 drafts.note_guess(len(sequence.token_ids), proposed[0])
                 # If the guess is wrong, there may be other guesses.
                 survivals = self.rates.survivals(drafts.lead, len(proposed) - 1)
-                offers.append(_Offer(sequence, proposed[1:], survivals))
+                offers.append(_Offer(sequence, proposed[1:], 0, survivals))
         return bool(offers) and bool(self._chosen(offers, num_rows=len(running), room=room))
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
@@ -271,13 +302,18 @@ class Speculator:
             if drafts is None:
                 continue
             self._settle_guess(sequence, drafts)
-            proposed = self._proposed(sequence, drafts, num_pending=0)
+            proposed, num_forced = self._proposed(sequence, drafts, num_pending=0)
             if proposed:
-                survivals = self.rates.survivals(drafts.lead, len(proposed))
-                offers.append(_Offer(sequence, proposed, survivals))
+                survivals = self.rates.survivals(drafts.lead, len(proposed), num_forced)
+                offers.append(_Offer(sequence, proposed, num_forced, survivals))
         chosen = self._chosen(offers, num_rows=num_rows, room=room)
         return [
-            Chain(offer.sequence, len(offer.sequence.token_ids) - 1, offer.draft_ids[:number])
+            Chain(
+                offer.sequence,
+                len(offer.sequence.token_ids) - 1,
+                offer.draft_ids[:number],
+                offer.num_forced,
+            )
             for index, offer in enumerate(offers)
             if (number := chosen[index])
         ]
@@ -327,7 +363,9 @@ class Speculator:
         self.num_chains += 1
         self.num_draft_tokens += len(chain.draft_ids)
         for place in range(min(num_accepted + 1, len(chain.draft_ids))):
-            self.rates.note_draft(drafts, place, is_right=place < num_accepted)
+            self.rates.note_draft(
+                drafts, place, is_right=place < num_accepted, num_forced=chain.num_forced
+            )
             self.num_accepted_at[place] += place < num_accepted
 
     def stats(self) -> SpeculationStats:
@@ -361,16 +399,23 @@ class Speculator:
 
     def _proposed(
         self, sequence: Sequence, drafts: SequenceDrafts, *, num_pending: int
-    ) -> AnySequence[int]:
-        """Return guesses of the pending tokens, and of the tokens behind these."""
-        num_tokens = len(sequence.token_ids)
+    ) -> tuple[AnySequence[int], int]:
+        """Return guesses of the pending tokens, and of the tokens behind these.
+
+        The second result is the number of the first guesses that the grammar of the sequence
+        forces.
+        """
+        num_tokens, masks = len(sequence.token_ids), sequence.masks
         # A chain samples one token more than it has drafts.
         limit = min(self._num_drafts, sequence.max_length - num_tokens - num_pending - 1)
-        if limit <= 0 or num_tokens < drafts.paused_until:
-            return ()
-        if sequence.masks is not None and sequence.masks.num_deferred:
-            # The masks behind drafts would not be made in time.
-            return ()
+        if limit <= 0 or (masks is not None and masks.num_deferred):
+            # The masks behind drafts of a deferred sequence would not be made in time.
+            return (), 0
+        forced_ids: AnySequence[int] = ()
+        if masks is not None and masks.forced is not None:
+            forced_ids = masks.forced_ids(sequence.token_ids)[: num_pending + limit]
+        if num_tokens < drafts.paused_until:
+            return forced_ids, len(forced_ids)
         # A defect of a drafter ends only the request.
         try:
             proposed = self.drafter.propose(sequence, num_pending + limit)
@@ -378,7 +423,9 @@ class Speculator:
             raise BlamedError(sequence) from error
         if not proposed and not self.has_head:
             drafts.note_miss(num_tokens, self._most_paused)
-        return proposed
+        if forced_ids and [*proposed[: len(forced_ids)]] != forced_ids:
+            proposed = forced_ids
+        return proposed, len(forced_ids)
 
     def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> Counter[int]:
         """Return how many drafts of each offer, by index, give the most tokens per second."""
