@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.sequence import Sequence
+    from pagedray.request import Request
 
 
 class FreeDrafts(RowTimes):
@@ -30,15 +31,21 @@ class GuessingDrafter:
         self._right = right
 
     def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
-        request = sequence.active.request
-        parent = fingerprints(request.tenant, sequence.token_ids)[-1]
+        request, number = sequence.active.request, self._rng.randint(0, limit)
+        return self.guesses(request, sequence.token_ids, number, index=sequence.index)
+
+    def guesses(
+        self, request: Request, token_ids: AnySequence[int], number: int, *, index: int
+    ) -> list[int]:
+        """Return guesses of the tokens that follow some tokens of a sequence."""
+        parent = fingerprints(request.tenant, token_ids)[-1]
         drafts: list[int] = []
-        for _ in range(self._rng.randint(0, limit)):
-            num_sampled = len(sequence.token_ids) + len(drafts) - sequence.num_prompt_tokens
+        first = len(token_ids) - len(request.prompt_token_ids)
+        for num_sampled in range(first, first + number):
             token_id = sample(
                 parent,
                 seed=request.seed,
-                index=sequence.index,
+                index=index,
                 is_eos_allowed=request.sampling.ignore_eos
                 or num_sampled >= request.sampling.min_tokens,
             )

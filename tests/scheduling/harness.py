@@ -31,6 +31,8 @@ _COSTLY = 0.2
 """How many of the masks are."""
 _FREE = 0.1
 """How many of the masks are the last ones of their sequences."""
+_FORCED = 0.3
+"""How many of the masks come with forced tokens."""
 
 
 class Harness:
@@ -431,15 +433,18 @@ class _Matcher:
     error = ""
     is_costly = False
     is_free = False
-    forced_ids = ()
     num_tokens = -1
     """Tokens before the mask that was made last."""
     num_drafts = 0
     """Drafts behind which masks were made with that mask."""
 
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.forced_ids: list[int] = []
+
 
 class RandomMasks:
-    """Makes each mask at one of the calls that ask for it."""
+    """Makes each mask at one of the calls that ask for it; forces some tokens, right or wrong."""
 
     num_mask_bytes = 1
 
@@ -447,9 +452,10 @@ class RandomMasks:
         self.lateness = 0.5
         """How many of the masks are not made at a call."""
         self._random = random.Random(seed)
+        self._drafter = GuessingDrafter(seed, right=0.9)
 
     def matcher(self, request: Request) -> _Matcher:
-        return _Matcher()
+        return _Matcher(request)
 
     def masks(
         self,
@@ -458,12 +464,11 @@ class RandomMasks:
         num_awaited: int,
         wait_s: float,
     ) -> list[bytes | FinishReason | None]:
-        return [
-            self._masks(matcher, len(token_ids), len(draft_ids))
-            for matcher, token_ids, draft_ids, _ in asked
-        ]
+        return [self._masks(one) for one in asked]
 
-    def _masks(self, matcher: _Matcher, num_tokens: int, num_drafts: int) -> bytes | None:
+    def _masks(self, asked: AskedMasks) -> bytes | None:
+        matcher: _Matcher = asked.matcher
+        num_tokens, num_drafts = len(asked.token_ids), len(asked.draft_ids)
         if matcher.num_tokens != num_tokens:
             if self._random.random() < self.lateness:
                 return None
@@ -473,6 +478,14 @@ class RandomMasks:
             if num_drafts and self._random.random() < self.lateness:
                 num_drafts = self._random.randrange(num_drafts)
             matcher.num_drafts = num_drafts
+            matcher.forced_ids = []
+            if num_drafts == len(asked.draft_ids) and self._random.random() < _FORCED:
+                # They are those of the first sequence of the request.
+                known_ids = [*asked.token_ids, *asked.draft_ids]
+                number = self._random.randint(0, asked.num_forced)
+                matcher.forced_ids = self._drafter.guesses(
+                    matcher.request, known_ids, number, index=0
+                )
         # After a restart of the ranks, another plan may ask for fewer masks.
         return b"\xff" * (1 + min(matcher.num_drafts, num_drafts))
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.scheduling.drafters import NgramDrafter, PredictionDrafter
 from cluster.scheduling.fault_recovery import BlamedError
-from cluster.scheduling.sequence import SequenceDrafts
+from cluster.scheduling.sequence import ForcedTokens, SequenceDrafts, SequenceMasks
 from cluster.scheduling.speculation import (
     Chain,
     RowTimes,
@@ -20,13 +20,14 @@ from pagedray.batch import StepOutput, pack_token_ids
 from pagedray.config import SpeculationConfig
 from pagedray.errors import StartupError
 from pagedray.request import FinishReason
-from tests.scheduling.drafting import GuessingDrafter
+from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
 from tests.scheduling.harness import Harness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as AnySequence
 
+    from cluster.scheduling.drafters import Drafter
     from cluster.scheduling.sequence import Sequence
 
 CONFIG = SpeculationConfig(num_speculative_tokens=4)
@@ -430,3 +431,89 @@ def test_drafts_leave_a_block_for_each_running_sequence() -> None:
 def test_wrong_configurations_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         SpeculationConfig(**{"num_speculative_tokens": 3, **fields})
+
+
+class Constant:
+    """Guesses the same tokens."""
+
+    def __init__(self, *draft_ids: int) -> None:
+        self._draft_ids = draft_ids
+
+    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
+        return self._draft_ids[:limit]
+
+
+def forcing(
+    *forced_ids: int, drafter: Drafter | None = None, place: int = 3
+) -> tuple[Speculator, Sequence, SequenceMasks]:
+    """Return a speculator, and a sequence of which a grammar forces the fourth token and others."""
+    made = Speculator(CONFIG, drafter or Constant())
+    made.times = FreeDrafts()
+    sequence = sequence_of([1, 2, 3])
+    sequence.own_tokens()
+    sequence.masks = SequenceMasks(0)
+    sequence.masks.forced = ForcedTokens(place, [*forced_ids])
+    made.open_sequence(sequence)
+    return made, sequence, sequence.masks
+
+
+def bought(made: Speculator, sequence: Sequence) -> tuple[list[int], int]:
+    """Return the drafts that are bought, and how many of them a grammar forces."""
+    for chain in made.buy_drafts([sequence], num_rows=1, room=10):
+        return [*chain.draft_ids], chain.num_forced
+    return [], 0
+
+
+def test_tokens_that_a_grammar_forces_are_guessed_as_long_as_they_are_right() -> None:
+    made, sequence, masks = forcing(7, 8, 9)
+    assert bought(made, sequence) == ([7, 8, 9], 3)
+    sequence.token_ids.append(7)
+    assert bought(made, sequence) == ([8, 9], 2)
+    # A shorter token of the same text.
+    sequence.token_ids.append(5)
+    assert bought(made, sequence) == ([], 0)
+    masks.forced = ForcedTokens(6, [7])
+    assert bought(made, sequence) == ([], 0)
+
+
+def test_forced_tokens_are_guessed_although_other_guesses_pause() -> None:
+    made, sequence, masks = forcing(7, 8)
+    assert sequence.drafts is not None
+    sequence.drafts.paused_until = 100
+    assert bought(made, sequence) == ([7, 8], 2)
+    # The masks behind them would be late.
+    masks.num_deferred = 1
+    assert bought(made, sequence) == ([], 0)
+
+
+def test_other_guesses_may_continue_forced_tokens_but_not_contradict_them() -> None:
+    made, sequence, _ = forcing(7, 8, drafter=Constant(7, 8, 1, 2, 3))
+    assert bought(made, sequence) == ([7, 8, 1, 2], 2)
+    made, sequence, _ = forcing(7, 8, drafter=Constant(7, 1, 1))
+    assert bought(made, sequence) == ([7, 8], 2)
+    made, sequence, _ = forcing(7, 8, drafter=Constant(7))
+    assert bought(made, sequence) == ([7, 8], 2)
+
+
+def test_forced_tokens_have_a_rate_of_their_own() -> None:
+    made, sequence, _ = forcing(7, 8)
+    others = made.rates.survivals(0.0, 3)
+    for _ in range(300):
+        made.note_chain(Chain(sequence, 2, [7, 8], num_forced=2), 0)
+    # They are tried again from time to time.
+    assert made.rates.survivals(0.0, 2, 2) == pytest.approx([0.3, 0.09])
+    assert made.rates.survivals(0.0, 3) == others
+    for _ in range(300):
+        made.note_chain(Chain(sequence, 2, [7, 8, 1], num_forced=2), 2)
+    assert made.rates.survivals(0.0, 2, 2)[1] > 0.95
+    assert made.rates.survivals(0.0, 1)[0] < others[0]
+
+
+def test_a_plan_waits_for_a_token_before_forced_tokens() -> None:
+    made, sequence, _ = forcing(7, 8, 9)
+    sequence.is_prefill, sequence.num_computed = False, 3
+    assert sequence.num_pending == 1
+    assert made.is_worth_waiting([sequence], room=4)
+    made, sequence, _ = forcing(7)
+    sequence.is_prefill, sequence.num_computed = False, 3
+    assert not made.is_worth_waiting([sequence], room=4)
