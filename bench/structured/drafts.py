@@ -2,8 +2,9 @@
 
     python -m bench.structured.drafts --output bench/results/structured_drafts.json
 
-Requests follow JSON schemas, seeded, `--batch-size` at a time, with room for drafts beside them. Each text that ended is
-validated, and compared with the text without drafts. Repetitions alternate, and the fastest counts.
+Requests follow JSON schemas, seeded, `--batch-size` at a time, with room for drafts beside them.
+Each text that ended is validated, and compared with the text without drafts. Rounds alternate, and
+the fastest of each kind counts.
 """
 
 from __future__ import annotations
