@@ -269,11 +269,6 @@ class InFlightStep(msgspec.Struct, frozen=True):
                 sequence.refuse_drafts(len(chain.draft_ids))
 
     @property
-    def num_sampled(self) -> int:
-        """Tokens that the step samples."""
-        return len(self.sampled) + sum(len(chain.draft_ids) + 1 for chain in self.chains)
-
-    @property
     def sampled_sequences(self) -> list[Sequence]:
         """All sequences that sample tokens, in the order of the output."""
         return self.sampled + [chain.sequence for chain in self.chains]

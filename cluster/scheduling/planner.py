@@ -653,7 +653,8 @@ class PlanDraft:
     def build_plan(self) -> StepPlan:
         """Return the plan: chunks of several tokens, then of a single token, then decodes."""
         rows = [sequence.state.row for sequence in self.decodes]
-        positions, draft_ids = self.decode_positions, list[int]()
+        positions = self.decode_positions
+        draft_ids: list[int] = []
         for chain in self.chains:
             num_tokens = len(chain.draft_ids) + 1
             rows += [chain.sequence.state.row] * num_tokens

@@ -450,17 +450,18 @@ class Scheduler:
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""
-        if not self._in_flight or output.step != self._in_flight[0].plan.step:
-            due = f"step {self._in_flight[0].plan.step}" if self._in_flight else "none"
+        in_flight = self._in_flight[0] if self._in_flight else None
+        if in_flight is None or output.step != in_flight.plan.step:
+            due = "none" if in_flight is None else f"step {in_flight.plan.step}"
             raise WorkerError(f"Received the output of step {output.step}, but expected {due}.")
-        num_sampled = self._in_flight[0].num_sampled
+        num_sampled = in_flight.plan.num_sampled
         if len(output.token_ids) != num_sampled or len(output.logprobs) not in (0, num_sampled):
             raise WorkerError(
                 f"Step {output.step} samples {num_sampled} tokens but its output has "
                 f"{len(output.token_ids)}, with log-probabilities for {len(output.logprobs)}."
             )
-        num_bytes = self._in_flight[0].num_head_drafts * TOKEN_ID_BYTES
-        if len(output.draft_ids) not in (0, num_bytes):
+        num_bytes = in_flight.num_head_drafts * TOKEN_ID_BYTES if output.draft_ids else 0
+        if len(output.draft_ids) != num_bytes:
             raise WorkerError(
                 f"Step {output.step} has {num_bytes} bytes of drafts, but its output has "
                 f"{len(output.draft_ids)}."
