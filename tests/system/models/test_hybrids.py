@@ -271,7 +271,7 @@ def check_preemption(truth: Truth, preemption: str, *, has_drafts: bool) -> None
     prompts, continuations = truth.prompts * 2, truth.continuations * 2
     with local_llm(
         truth.folder,
-        **pool(truth, 1.5, 3),
+        **pool(truth, 1.5, 0),
         num_cpu_blocks=1000,
         max_num_seqs=12 if has_drafts else 6,
         preemption=preemption,
