@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +27,9 @@ from tests.engine.speculation_rig import (
     suffixes,
     write_thinking_model,
 )
+from tests.slow_params import some_slow
+from tests.small_models.checkpoints import save_checkpoint
+from tests.small_models.family_cases import HYBRID_CASES
 from tests.workers.draft_reference import random_eagle3_folder
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
@@ -143,3 +149,61 @@ def test_trained_head_drafts_better_than_a_random_head(tmp_path: Path) -> None:
                 rates[name, kind] = num_accepted / num_chains
     assert rates["trained", "greedy"] > 1.2 > 0.1 > rates["random", "greedy"]
     assert rates["trained", "temperature"] > 0.7 > 0.1 > rates["random", "temperature"]
+
+
+HYBRIDS = {case.name: case for case in HYBRID_CASES}
+
+
+def write_hybrid(name: str, model: Path, folder: Path) -> Path:
+    """Write a random model with recurrent layers, and the tokenizer of another model."""
+    case, vocab_size = HYBRIDS[name], json.loads((model / "config.json").read_text())["vocab_size"]
+    save_checkpoint(replace(case, more=case.more | {"vocab_size": vocab_size}), folder)
+    for path in model.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    some_slow(
+        ["lfm2-convolutions", "qwen3_5-delta-rules", "granite-hybrid", "nemotron-h", "falcon-h1"],
+        slow=["qwen3_5-delta-rules", "granite-hybrid", "nemotron-h", "falcon-h1"],
+    ),
+)
+@pytest.mark.parametrize("preemption", some_slow(["swap", "recompute"], slow=["recompute"]))
+def test_completions_of_hybrids_with_drafts_are_those_without(
+    name: str, preemption: str, model: Path, tmp_path: Path
+) -> None:
+    # A few sequences and their states fill the pool.
+    given: dict[str, Any] = {"max_model_len": 400, "dtype": "float32", "preemption": preemption}
+    given |= {"model": write_hybrid(name, model, tmp_path), "num_blocks": 300, "block_size": 4}
+    with open_llm(speculates=False, **given) as plain:
+        expected = answers(plain, NAMES)
+    num_accepted = dict[str, int]()
+    with open_llm(speculates=True, **given) as llm:
+        speculator = speculator_of(llm)
+        for drafts, drafter in drafters(sequences_of(expected)).items():
+            if drafts == "suffixes":
+                continue
+            before = speculator.stats().num_accepted_tokens
+            speculator.drafter = drafter
+            check_near(answers(llm, NAMES), expected)
+            num_accepted[drafts] = speculator.stats().num_accepted_tokens - before
+        stats = llm.stats().scheduler
+    assert num_accepted["random"] < num_accepted["some wrong"] < num_accepted["oracle"]
+    assert stats.num_free_blocks == stats.num_blocks
+    assert getattr(stats, f"num_{preemption}_preemptions") > 0
+
+
+def check_near(found: list[list[Any]], expected: list[list[Any]]) -> None:
+    """Check tokens and texts, and log-probabilities, of which chunks may change the last bits."""
+    names = [name for name in NAMES for _ in PROMPTS]
+    for name, one, wanted in zip(names, found, expected, strict=True):
+        assert one[0] == wanted[0], name
+        for output, other in zip(one[2], wanted[2], strict=True):
+            assert replace(output, logprobs=None) == replace(other, logprobs=None), name
+            for given, kept in zip(output.logprobs or (), other.logprobs or (), strict=True):
+                logprobs = {token_id: entry.logprob for token_id, entry in given.items()}
+                assert logprobs == pytest.approx(
+                    {token_id: entry.logprob for token_id, entry in kept.items()}, abs=1e-4
+                )
