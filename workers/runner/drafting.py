@@ -231,8 +231,8 @@ class DeviceDrafting(Drafting):
         if graphs is not None:
             self._stream = torch.cuda.Stream(device)
         width = max_num_drafts + 1
-        limit = min(max_num_rows, min(_MOST_TOKENS, taps.max_num_tokens) // width)
-        self._sizes = sorted({limit, *(1 << bit for bit in range(limit.bit_length()))} - {0})
+        limit = max(1, min(max_num_rows, min(_MOST_TOKENS, taps.max_num_tokens) // width))
+        self._sizes = sorted({limit, *(1 << bit for bit in range(limit.bit_length()))})
         """Numbers of sequences that steps of decodes are padded to."""
         num_tokens, num_rows = max(self._sizes, default=0) * width, max(self._sizes, default=0)
         self._tokens = self._positions.new_zeros(3, num_tokens)
