@@ -51,6 +51,16 @@ BLOCK_SIZE = 4
 NUM_DRAFTS = 4
 LAYER_IDS = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+WAYS = [
+    pytest.param(False, id="host"),
+    pytest.param(
+        True,
+        id="device",
+        marks=pytest.mark.skipif(
+            torch.cuda.is_available(), reason="kernels are interpreted without a GPU"
+        ),
+    ),
+]
 
 
 def fields_of(folder: Path) -> dict[str, Any]:  # Any: JSON
@@ -228,7 +238,7 @@ def on_device(rank: Rank) -> None:
         drafting.warm_up()
 
 
-@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("is_on_device", WAYS)
 @pytest.mark.parametrize(
     "make", [original_folder, norms, own_embedding, random_mimo_folder, qwen3_5_of_attention]
 )
@@ -278,7 +288,7 @@ def test_drafts_follow_prompts_and_chains(
     rank.close()
 
 
-@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("is_on_device", WAYS)
 def test_drafts_of_random_rows_have_the_noise_of_the_target(
     is_on_device: bool, tmp_path: Path
 ) -> None:
