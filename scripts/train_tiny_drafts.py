@@ -3,7 +3,7 @@
     python -m scripts.train_tiny_drafts --method eagle3 --steps 1200
 
 The text and the held-out files are those of scripts/train_tiny_llama.py. A head learns the
-distributions of the target on the text, for the first of `NUM_PASSES` drafts and, from its own
+distributions of the target on the text, for the first of `--passes` drafts and, from its own
 outputs, for the drafts after it (the training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from scripts.train_tiny_llama import encode, is_held_out, library_files, read_documents
 
 TARGET = Path("examples/tiny-llama")
-NUM_PASSES = 5
 PASS_WEIGHT = 0.8
 """The weight of the loss of a draft, relative to the draft before it."""
 DRAFT_VOCAB_SIZE = 1536
@@ -35,7 +34,6 @@ LAYER_IDS = (1, 2, 3)
 """The layers of the target with the inputs that an EAGLE-3 head reads."""
 INTERMEDIATE_SIZE = 256
 LENGTH = 256
-NUM_WINDOWS = 16
 PEAK_LEARNING_RATE = 1.5e-3
 NUM_WARMUP_STEPS = 50
 END_IDS = (0, 1)
@@ -217,8 +215,8 @@ class MtpHead(Head):
         last = target.model.layers[-1].state_dict()
         self.layer.load_state_dict(last, strict=False)
         self.layer.final_layernorm.load_state_dict(target.model.norm.state_dict())
-        half = torch.eye(self.config.hidden_size) / 2
-        self.layer.input_proj.weight.data = torch.cat((half, half), dim=1)
+        eye = torch.eye(self.config.hidden_size)
+        self.layer.input_proj.weight.data = torch.cat((eye / 10, eye / 2), dim=1)
         self._table = embeddings_of(target)
 
     def first_states(self, states: list[Tensor]) -> Tensor:
@@ -341,16 +339,18 @@ class Target:
         return [*output.hidden_states[:-1], self._last], output.logits.float().log_softmax(-1)
 
 
-def losses(target: Target, head: Head, windows: Tensor, draft_ids: Tensor) -> list[Tensor]:
+def losses(
+    target: Target, head: Head, windows: Tensor, draft_ids: Tensor, num_passes: int
+) -> list[Tensor]:
     """Return the cross-entropy of the drafts of each pass, per token."""
     states, logprobs = target.run(windows)
     probabilities = logprobs[..., draft_ids].exp()
-    number = windows.shape[1] - NUM_PASSES - 1
+    number = windows.shape[1] - num_passes - 1
     rows = head.first_states([one[:, :number] for one in states])
     table = embeddings_of(target.model)
     keys: Keys = []
     found = []
-    for first in range(1, NUM_PASSES + 1):
+    for first in range(1, num_passes + 1):
         embeddings = table[windows[:, first : first + number]]
         logits, rows = head(embeddings, rows, keys)
         expected = probabilities[:, first : first + number]
@@ -371,13 +371,14 @@ def train(
     parameters = list(head.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     generator = torch.Generator().manual_seed(arguments.seed)
-    averages = torch.zeros(NUM_PASSES)
+    averages = torch.zeros(arguments.passes)
     start = time.monotonic()
     for step in range(arguments.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, arguments.steps)
-        first = torch.randint(len(tokens) - LENGTH, (NUM_WINDOWS, 1), generator=generator)
+        first = torch.randint(len(tokens) - LENGTH, (arguments.windows, 1), generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
-            found = losses(target, head, tokens[first + torch.arange(LENGTH)], draft_ids)
+            windows = tokens[first + torch.arange(LENGTH)]
+            found = losses(target, head, windows, draft_ids, arguments.passes)
         torch.autograd.backward(
             torch.stack([PASS_WEIGHT**place * loss for place, loss in enumerate(found)]).sum()
         )
@@ -398,6 +399,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--method", choices=["eagle3", "mtp"], required=True)
     parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--windows", type=int, default=16, help="windows of text in a step")
+    parser.add_argument("--passes", type=int, default=5, help="drafts of each token of a window")
     parser.add_argument("--output", type=Path, help="(examples/tiny-llama-METHOD)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -224,10 +224,11 @@ def open_llm(
     speculates: bool,
     model: Path = TINY_LLAMA,
     head: Path | None = None,
+    method: str = "ngram",
     **options: Any,  # Any: options of any type
 ) -> Iterator[LLM]:
     """Open an engine in this process, by default; drafts may come from a draft head."""
-    source = {"method": "ngram"} if head is None else {"model": str(head)}
+    source = {"method": method} if head is None else {"model": str(head)}
     config = {**source, "num_speculative_tokens": NUM_DRAFTS}
     # Any: options of any type
     given: dict[str, Any] = {"executor": "local", "num_threads": 1, "device": "cpu"} | options

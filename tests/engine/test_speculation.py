@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.scheduling.suffix_decoding import SuffixDrafter
-from pagedray import LLM
+from pagedray import LLM, SamplingParams
 from tests.engine.speculation_rig import (
     CHATS,
     PARAMETERS,
@@ -28,9 +28,14 @@ from tests.engine.speculation_rig import (
     write_thinking_model,
 )
 from tests.slow_params import some_slow
-from tests.small_models.checkpoints import save_checkpoint
+from tests.small_models.checkpoints import save_checkpoint, save_word_tokenizer
 from tests.small_models.family_cases import HYBRID_CASES
-from tests.workers.draft_reference import random_eagle3_folder
+from tests.workers.draft_reference import (
+    random_eagle3_folder,
+    random_glm4_moe_folder,
+    random_mimo_folder,
+    random_qwen3_5_folder,
+)
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
 if TYPE_CHECKING:
@@ -207,3 +212,26 @@ def check_near(found: list[list[Any]], expected: list[list[Any]]) -> None:
                 assert logprobs == pytest.approx(
                     {token_id: entry.logprob for token_id, entry in kept.items()}, abs=1e-4
                 )
+
+
+@pytest.mark.parametrize("name", ["mimo", "glm4_moe", "qwen3_5"])
+def test_mtp_layers_of_families_change_no_token(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    if name == "qwen3_5":
+        types = ("linear_attention", "full_attention", "linear_attention")
+        random_qwen3_5_folder(folder, types)
+    else:
+        {"mimo": random_mimo_folder, "glm4_moe": random_glm4_moe_folder}[name](folder)
+    save_word_tokenizer(folder, 131)
+    prompts = [{"prompt_token_ids": list(range(3, size))} for size in (40, 9, 60)]
+    sampling = SamplingParams(temperature=0.4, seed=2, max_tokens=30, ignore_eos=True)
+    found = []
+    for speculates in (False, True):
+        with open_llm(
+            speculates=speculates, model=folder, method="mtp", num_blocks=64, max_model_len=128
+        ) as llm:
+            generated = llm.generate(prompts, sampling)
+            stats = llm._engine.stats().scheduler
+        found.append([one.outputs[0].token_ids for one in generated])
+    assert found[0] == found[1]
+    assert stats.speculation.num_draft_tokens > 0

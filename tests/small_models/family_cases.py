@@ -24,6 +24,17 @@ MOE_CASES = (
         },
     ),
     Case(
+        name="glm4-moe",
+        family="Glm4Moe",
+        more={
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "use_qk_norm": True,
+        },
+    ),
+    Case(
         name="mixtral-window",
         family="Mixtral",
         more={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11},

@@ -18,6 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeDecoderLayer,
+    Glm4MoeForCausalLM,
+    Glm4MoeRotaryEmbedding,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
@@ -33,6 +39,7 @@ __all__ = [
     "drafts_of",
     "load_reference",
     "random_eagle3_folder",
+    "random_glm4_moe_folder",
     "random_mimo_folder",
     "random_qwen3_5_folder",
     "speculators_folder",
@@ -82,10 +89,12 @@ def states_and_logits(target: PreTrainedModel, token_ids: list[int]) -> tuple[li
 def load_reference(folder: Path, target: PreTrainedModel) -> DraftReference:
     """Return the head in a folder."""
     config = json.loads((folder / "config.json").read_text())
-    if "num_nextn_predict_layers" in config:
+    if config.get("model_type") == "mimo":
         return MtpReference.of_mimo(folder, target)
     if config.get("model_type") == "qwen3_5_text":
         return MtpReference.of_qwen3_5(folder, target)
+    if config.get("model_type") == "glm4_moe":
+        return MtpReference.of_glm4_moe(folder, target)
     return Eagle3Reference(folder, _embedding_of(target))
 
 
@@ -146,6 +155,26 @@ class MtpReference:
             eps=config.rms_norm_eps,
             puts_state_first=True,
             reads_normed=False,
+        )
+
+    @classmethod
+    def of_glm4_moe(cls, folder: Path, target: PreTrainedModel) -> MtpReference:
+        """Return the layer of a GLM-4.5: a layer with experts."""
+        fields = json.loads((folder / "config.json").read_text())
+        prefix = f"model.layers.{fields['num_hidden_layers']}."
+        dense = {"first_k_dense_replace": 0, "attn_implementation": "eager"}
+        config = Glm4MoeConfig(**fields | dense)
+        weights = _tensors_of(folder, prefix)
+        layer = Glm4MoeDecoderLayer(config, 0)
+        _load_layer(layer, weights, "")
+        return cls(
+            layer=layer,
+            rotary=Glm4MoeRotaryEmbedding(config),
+            embedding=_embedding_of(target),
+            head=target.state_dict()["lm_head.weight"],
+            weights=weights,
+            names=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+            eps=config.rms_norm_eps,
         )
 
     @classmethod
@@ -213,8 +242,7 @@ def _tensors_of(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def _load_layer(layer: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
-    names = [name for name, _ in layer.named_parameters()]
-    layer.load_state_dict({name: weights[prefix + name] for name in names})
+    layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()})
 
 
 class Eagle3Reference:
@@ -443,6 +471,25 @@ def random_mimo_folder(destination: Path) -> Path:
     )
 
 
+def random_glm4_moe_folder(destination: Path) -> Path:
+    """Write a small GLM-4.5 with random weights; return its folder."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Glm4MoeConfig(
+        **_SMALL | experts | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    )
+    torch.manual_seed(5)
+    _save_with_norms(Glm4MoeForCausalLM(config), destination)
+    return _with_mtp(
+        destination,
+        Glm4MoeDecoderLayer(config, 1),
+        {},
+        prefix="model.layers.2.",
+        layer_prefix="model.layers.2.",
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        projection="eh_proj",
+    )
+
+
 def random_qwen3_5_folder(destination: Path, layer_types: tuple[str, ...]) -> Path:
     """Write a small Qwen3.5 with random weights; return its folder."""
     types = {"layer_types": list(layer_types), "num_hidden_layers": len(layer_types)}
@@ -483,8 +530,8 @@ def _with_mtp(
     size = config["hidden_size"]
     tensors = {f"{prefix}{norm}.weight": torch.rand(size) for norm in norms}
     tensors[f"{prefix}{projection}.weight"] = torch.randn(size, 2 * size) * size**-0.5
-    for name, weight in layer.named_parameters():
-        scale = weight.shape[-1] ** -0.5 if weight.dim() == 2 else 0.3
+    for name, weight in layer.state_dict().items():
+        scale = 0.3 if weight.dim() == 1 else weight.shape[-1] ** -0.5
         tensors[layer_prefix + name] = torch.randn(weight.shape) * scale
     return _write(folder, config, load_file(folder / "model.safetensors") | tensors)
 

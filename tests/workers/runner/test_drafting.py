@@ -34,6 +34,7 @@ from tests.workers.draft_reference import (
     drafts_of,
     load_reference,
     random_eagle3_folder,
+    random_glm4_moe_folder,
     random_mimo_folder,
     random_qwen3_5_folder,
     speculators_folder,
@@ -240,7 +241,11 @@ def on_device(rank: Rank) -> None:
 
 @pytest.mark.parametrize("is_on_device", WAYS)
 @pytest.mark.parametrize(
-    "make", [original_folder, norms, own_embedding, random_mimo_folder, qwen3_5_of_attention]
+    "make",
+    [
+        *(original_folder, norms, own_embedding),
+        *(random_mimo_folder, random_glm4_moe_folder, qwen3_5_of_attention),
+    ],
 )
 def test_drafts_follow_prompts_and_chains(
     make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path

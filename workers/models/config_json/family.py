@@ -42,6 +42,7 @@ __all__ = [
     "model_dtype",
     "qwen_windows",
     "recurrent_layers",
+    "scored_experts",
     "selective_scans",
     "windows_by_layer_type",
 ]
@@ -58,6 +59,7 @@ STACKED_NAMES = TensorNames(
     expert_input=("mlp.experts.gate_up_proj",), expert_output="mlp.experts.down_proj"
 )
 """Names of transformers' own modules."""
+_SUM_EPS = 1e-20
 # Transformers takes one name for the other.
 _NUM_KEYS = ("num_experts", "num_local_experts")
 # As transformers 4 and 5 write the second number.
@@ -295,6 +297,34 @@ def check_step_limits(file: ConfigFile) -> None:
     """Raise CheckpointError for limits of the step sizes of selective scans."""
     if file.value("time_step_limit") not in _NO_LIMITS:
         raise file.rejection("time_step_limit", "must be [0.0, Infinity]")
+
+
+def scored_experts(
+    file: ConfigFile,
+    *,
+    num_experts: int,
+    default_num_chosen: int,
+    intermediate_size: int,
+    shared_size: int,
+) -> ExpertsConfig:
+    """Return experts that sigmoid scores choose, in groups, and an MLP beside them."""
+    num_groups = file.integer("n_group", 1, most=num_experts)
+    if num_experts % num_groups or num_experts // num_groups < 2 <= num_groups:
+        raise file.rejection("n_group", f"must divide n_routed_experts {num_experts}")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=file.integer("num_experts_per_tok", default_num_chosen, most=num_experts),
+        intermediate_size=intermediate_size,
+        is_renormalized=file.flag("norm_topk_prob", True),
+        shared_size=shared_size,
+        has_sigmoid_scores=True,
+        has_choice_bias=True,
+        has_exact_router=True,
+        num_groups=num_groups,
+        num_chosen_groups=file.integer("topk_group", 1, most=num_groups),
+        weight_scale=file.number("routed_scaling_factor", 1.0, most=MAX_FACTOR),
+        sum_eps=_SUM_EPS,
+    )
 
 
 def experts_of(

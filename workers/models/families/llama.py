@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import ModelConfig, TensorNames
+from pagedray.model_config import ModelConfig, MtpLayer, TensorNames, TextTensors
 from workers.models.config_json.family import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_POSITIONS,
+    MAX_SIZE,
     MAX_THETA,
+    STACKED_NAMES,
     Family,
     base_config,
     has_window_by_layer,
+    scored_experts,
     windows_by_layer_type,
 )
 from workers.models.config_json.rope_section import (
@@ -31,6 +35,7 @@ __all__ = [
     "ERNIE4_5",
     "GLM",
     "GLM4",
+    "GLM4_MOE",
     "LLAMA",
     "PHI3",
     "SEED_OSS",
@@ -46,6 +51,17 @@ _NORM_EPS_GLM4 = 1.5625e-7
 _NAMES_GLM4 = TensorNames(mlp_input=("mlp.gate_up_proj",))
 _NAMES_OF_FOUR_NORMS_GLM4 = replace(
     _NAMES_GLM4, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
+)
+
+_NAMES_GLM4_MOE = TensorNames(
+    router_bias="mlp.gate.e_score_correction_bias",
+    shared_input=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_output="mlp.shared_experts.down_proj",
+)
+_STACKED_NAMES_GLM4_MOE = replace(
+    _NAMES_GLM4_MOE,
+    expert_input=STACKED_NAMES.expert_input,
+    expert_output=STACKED_NAMES.expert_output,
 )
 
 _MAX_SCALE_COHERE2 = 1e6
@@ -271,6 +287,58 @@ GLM = Family(architecture="GlmForCausalLM", model_types=("glm",), read=_read_glm
 
 
 GLM4 = Family(architecture="Glm4ForCausalLM", model_types=("glm4",), read=_read_glm4)
+
+
+def _read_glm4_moe(file: ConfigFile) -> ModelConfig:
+    """GLM-4.5, 4.6 and 4.7: rope on half of each head, and experts that sigmoid scores choose.
+
+    The layer behind the last one predicts several tokens.
+
+    """
+    config = base_config(file, GLM4_MOE.architecture, default_num_kv_heads=8, default_norm_eps=1e-5)
+    section = rope_section(file)
+    theta = file.number("rope_theta", 10000.0, most=MAX_THETA)
+    rope = rope_of(section, file, default_theta=theta)
+    size = rotary_size(file, section, config.head_size, default_factor=0.5)
+    column_size = file.integer("moe_intermediate_size", 1408, most=MAX_SIZE)
+    experts = scored_experts(
+        file,
+        num_experts=file.integer(
+            file.first_of("num_local_experts", "n_routed_experts"), 128, least=2, most=MAX_EXPERTS
+        ),
+        default_num_chosen=8,
+        intermediate_size=column_size,
+        shared_size=column_size * file.integer("n_shared_experts", 1, most=MAX_EXPERTS),
+    )
+    num_dense = file.integer("first_k_dense_replace", 1, least=0, most=MAX_LAYERS)
+    number = config.num_layers
+    key = file.first_of("num_mtp_layers", "num_nextn_predict_layers")
+    num_mtp_layers = file.integer(key, 1, least=0, most=MAX_LAYERS)
+    prefixes = [f"model.layers.{number + index}" for index in range(num_mtp_layers)]
+    return replace(
+        config,
+        names=_NAMES_GLM4_MOE,
+        stacked_names=_STACKED_NAMES_GLM4_MOE,
+        text_tensors=TextTensors((), tuple(f"{prefix}." for prefix in prefixes)),
+        mtp=_mtp_glm4_moe(prefixes[0]) if prefixes else None,
+        rope=replace(rope, rotary_size=size),
+        has_qkv_bias=file.flag("attention_bias", False),
+        has_qk_norm=file.flag("use_qk_norm", False),
+        experts=replace(experts, dense_layers=tuple(range(min(num_dense, number)))),
+    )
+
+
+def _mtp_glm4_moe(prefix: str) -> MtpLayer:
+    return MtpLayer(
+        decoder_layer=prefix,
+        token_norm=f"{prefix}.enorm",
+        state_norm=f"{prefix}.hnorm",
+        projection=f"{prefix}.eh_proj",
+        last_norm=f"{prefix}.shared_head.norm",
+    )
+
+
+GLM4_MOE = Family(architecture="Glm4MoeForCausalLM", model_types=("glm4_moe",), read=_read_glm4_moe)
 
 
 def _read_cohere2(file: ConfigFile) -> ModelConfig:

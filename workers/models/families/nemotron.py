@@ -17,7 +17,6 @@ from pagedray.model_config import (
 )
 from workers.models.config_json.family import (
     MAX_EXPERTS,
-    MAX_FACTOR,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_LAYERS,
@@ -26,6 +25,7 @@ from workers.models.config_json.family import (
     Family,
     base_config,
     check_step_limits,
+    scored_experts,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NEMOTRON_H"]
 
-_SUM_EPS = 1e-20
 _NAMES = TensorNames(
     embedding="backbone.embeddings",
     decoder_layer="backbone.layers.{}",
@@ -175,29 +174,18 @@ def _recurrent(file: ConfigFile, mixers: list[str]) -> RecurrentConfig | None:
 
 def _experts(file: ConfigFile) -> ExpertsConfig:
     num_experts = file.integer("n_routed_experts", 8, most=MAX_EXPERTS)
-    num_groups = file.integer("n_group", 1, most=num_experts)
-    if num_experts % num_groups or num_experts // num_groups < 2 <= num_groups:
-        raise file.rejection("n_group", f"must divide n_routed_experts {num_experts}")
     file.reject_unless("n_shared_experts", 1)
     latent_size = None
     if "moe_latent_size" in file:
         latent_size = file.integer("moe_latent_size", most=MAX_SIZE)
-    return ExpertsConfig(
+    experts = scored_experts(
+        file,
         num_experts=num_experts,
-        num_chosen=file.integer("num_experts_per_tok", 2, most=num_experts),
+        default_num_chosen=2,
         intermediate_size=file.integer("moe_intermediate_size", 7688, most=MAX_SIZE),
-        is_renormalized=file.flag("norm_topk_prob", True),
-        activation="relu2",
         shared_size=file.integer("moe_shared_expert_intermediate_size", 7688, most=MAX_SIZE),
-        latent_size=latent_size,
-        has_sigmoid_scores=True,
-        has_choice_bias=True,
-        has_exact_router=True,
-        num_groups=num_groups,
-        num_chosen_groups=file.integer("topk_group", 1, most=num_groups),
-        weight_scale=file.number("routed_scaling_factor", 1.0, most=MAX_FACTOR),
-        sum_eps=_SUM_EPS,
     )
+    return replace(experts, activation="relu2", latent_size=latent_size)
 
 
 NEMOTRON_H = Family(

@@ -39,6 +39,7 @@ from workers.models.families.llama import (
     ERNIE4_5,
     GLM,
     GLM4,
+    GLM4_MOE,
     LLAMA,
     PHI3,
     SEED_OSS,
@@ -70,7 +71,8 @@ __all__ = ["check_parallel", "families", "read_model_config", "supported_archite
 logger = logging.getLogger(__name__)
 
 _ALL = (
-    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GPT_OSS, GRANITE),
+    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GLM4_MOE, GPT_OSS),
+    GRANITE,
     *(GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL),
     *(MIXTRAL, MPT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS),
     *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL, GEMMA4),

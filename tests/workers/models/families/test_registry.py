@@ -360,7 +360,7 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_p
         ("Gemma3nForConditionalGeneration", "supported. nearest Gemma4;"),
         ("RecurrentGemmaForCausalLM", "has recurrent layers. Supported architectures include"),
         ("Llama4ForConditionalGeneration", "supported. nearest Llama;"),
-        ("Glm4MoeForCausalLM", "supported. nearest Glm4;"),
+        ("Glm5ForCausalLM", "supported. nearest Glm4;"),
         ("PhiForCausalLM", "supported. nearest Phi3;"),
         ("Phi4MMForCausalLM", "supported. nearest Phi3;"),
         ("CohereForCausalLM", "supported. nearest Cohere2;"),
