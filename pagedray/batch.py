@@ -262,6 +262,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     @property
     def num_sampled(self) -> int:
         """Tokens that the step samples."""
+        if not self.chunks:
+            return len(self.decodes)
         return sum(chunk.is_sampled for chunk in self.chunks) + len(self.decodes)
 
     @property
