@@ -203,16 +203,19 @@ class Invariants:
         targets = [copy.target for copy in plan.copies]
         assert len(set(targets)) == len(targets), "two copies have the same target"
         assert not {one.source for one in plan.copies} & set(targets)
-        # No block of a state is used by anything else in the plan.
+        # No block of a state is written by anything else in the plan.
         states = {block for copy in plan.copies for block in (copy.source, copy.target)}
         snapshots = {copy.target for copy in plan.late_copies}
         assert snapshots.isdisjoint(states), "a snapshot is made over another state"
         states |= snapshots
         self._check_saves(plan)
         new = {block for one in plan.sequences for block in one.new_block_ids}
-        new |= {one.target for one in plan.swap_ins} | {one.source for one in plan.swap_outs}
+        new |= {one.target for one in plan.swap_ins}
         if self._scheduler._kv.states is not None:
             assert not states & new, "a block of a state is used twice"
+            # A sequence may be swapped out with the snapshot that another sequence loads.
+            written = states - {copy.source for copy in plan.copies}
+            assert not written & {one.source for one in plan.swap_outs}
         # Requests of equal priority and tenant start in order of arrival, but for those that have
         # found too few blocks.
         self._started |= {start.seed for start in plan.starts}
