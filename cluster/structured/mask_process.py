@@ -349,7 +349,7 @@ class MaskWork:
     def _set_aside(self, allowed_s: float) -> None:
         """Continue masks that have taken `allowed_s` at low priority, while others run."""
         for thread_id, job in self._running.items():
-            if job.is_costly or job.cpu_s <= allowed_s:
+            if job.is_costly or job.cpu_s <= allowed_s or job.ends_early():
                 continue
             try:
                 # In its place, since a thread cannot raise its priority again.
@@ -461,6 +461,10 @@ class MaskJob:
         if self.drafts is not None:
             self.drafts.is_stopped = True
 
+    def ends_early(self) -> bool:
+        """Return whether it ends soon although it has not made all masks."""
+        return False
+
     def failed(self, error: str) -> MadeMask:
         """Return the end of its sequence, which ends the process, too."""
         return MadeMask(
@@ -485,11 +489,17 @@ class DraftsJob(MaskJob):
 
         super().__init__(job.query, make)
         self.is_alone = job.is_alone
+        self._masks = drafts
 
     @property
     def is_over(self) -> bool:
         """Whether a mask takes too long."""
         return self.cpu_s > BASE_CPU_S
+
+    def ends_early(self) -> bool:
+        """Make no more masks; return False if the last of them takes long by itself."""
+        was_stopped, self._masks.is_stopped = self._masks.is_stopped, True
+        return not was_stopped
 
     def failed(self, error: str) -> MadeMask:
         """Return that the masks end the process, which is no fault of the sequence."""

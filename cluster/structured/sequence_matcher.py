@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -65,8 +66,8 @@ class SequenceMatcher:
         self._finish_reason: FinishReason | None = None
         self.error = ""
         """Why the sequence ended with an error; empty if it did not."""
-        self._drafts: DraftMasks | None = None
-        """The masks behind drafts that were requested last."""
+        self._drafts: ReferenceType[DraftMasks] | None = None
+        """The masks behind drafts that were requested last; their copy of the matcher is large."""
 
     @property
     def is_free(self) -> bool:
@@ -113,13 +114,15 @@ class SequenceMatcher:
         of the next token.
         """
         # One at a time, however long it takes.
-        is_busy = self._drafts is not None and self._drafts.is_running
+        last = None if self._drafts is None else self._drafts()
+        is_busy = last is not None and last.is_running
         if is_busy or not (query.draft_ids or self.forced_token(mask, index) is not None):
             return None
         copied = copy.copy(self)
         copied._matcher = self._matcher.copy()
-        self._drafts = DraftMasks(query, copied, mask, index)
-        return self._drafts
+        drafts = DraftMasks(query, copied, mask, index)
+        self._drafts = ref(drafts)
+        return drafts
 
     def next_mask(self, token_id: int) -> NDArray[np.int32] | None:
         """Accept a token and return the mask behind it; None if it is not allowed, or the last.

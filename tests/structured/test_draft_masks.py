@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 
 from cluster.structured.mask_client import MaskClient
-from cluster.structured.messages import GrammarText
+from cluster.structured.messages import GrammarText, MaskQuery, MatcherStart
+from cluster.structured.sequence_matcher import SequenceMatcher
 from cluster.structured.token_matchers import TokenIndex
 from pagedray.request import AskedMasks, FinishReason, Reasoning, Request
 from pagedray.sampling_params import SamplingParams, Structure
@@ -20,6 +23,8 @@ from tests.structured.fake_masks import FakeMasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.structured.compiler import StructureCompiler
@@ -256,3 +261,41 @@ def test_forced_tokens_follow_all_drafts(client: Client) -> None:
     ):
         assert client.masks(matcher, token_ids, *drafts, num_forced=2) is not None
         assert list(matcher.forced_ids) == forced
+
+
+class CountedMatcher:
+    """Allows every token, and knows how many copies of it there are."""
+
+    is_complete = False
+    is_free = False
+    copies: ClassVar[WeakSet[CountedMatcher]] = WeakSet()
+
+    def copy(self) -> CountedMatcher:
+        copied = CountedMatcher()
+        self.copies.add(copied)
+        return copied
+
+    def accept_token(self, token_id: int) -> bool:
+        return True
+
+    def forced_token(self, index: TokenIndex) -> int | None:
+        return None
+
+    def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
+        masks[row] = -1
+
+
+def test_copies_of_matchers_are_not_kept() -> None:
+    counted: Any = CountedMatcher()  # Any: a fake
+    matcher = SequenceMatcher(counted, MatcherStart(0, 0, False, (), ()), 32)
+    masks = np.full((1, 1), -1, np.int32)
+    for number in range(50):
+        drafts = matcher.draft_masks(MaskQuery(1, [], None, [1, 2]), masks[0], TokenIndex([], {}))
+        assert drafts is not None
+        # Some are never made, since the first mask was late.
+        if number % 3:
+            drafts.make()
+            assert len(drafts.masks) == 2
+    del drafts
+    gc.collect()
+    assert len(CountedMatcher.copies) == 0
