@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.planner import PlanDraft
+from cluster.scheduling.plan_draft import PlanDraft
 from cluster.scheduling.scheduler import Admission, PreparedPrompt, Scheduler
 from cluster.scheduling.sequence import Waiting
 from pagedray.batch import Pooling, TextBatch

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.device_tier import PromptKeys
     from cluster.scheduling.event import TokenEvent
-    from cluster.scheduling.planner import PlanDraft
+    from cluster.scheduling.plan_draft import PlanDraft
     from cluster.scheduling.speculation import Speculator
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import SchedulerConfig

@@ -26,7 +26,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.device_tier import BlockKey
-from cluster.scheduling.sequence import Sequence, SequenceStates, Waiting
+from cluster.scheduling.sequence import Sequence, Waiting
+from cluster.scheduling.sequence_blocks import SequenceStates
 from pagedray.batch import BlockCopy, StateSave
 
 if TYPE_CHECKING:

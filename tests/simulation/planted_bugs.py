@@ -23,7 +23,8 @@ from cluster.scheduling.planner import Planner
 from cluster.scheduling.policy import Preemptor
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
-from cluster.scheduling.sequence import Sequence, SequenceBlocks
+from cluster.scheduling.sequence import Sequence
+from cluster.scheduling.sequence_blocks import SequenceBlocks
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.speculation import Speculator
 from cluster.scheduling.states import StateCopier
