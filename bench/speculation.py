@@ -192,7 +192,7 @@ def _speculator(acceptance: float, num_drafts: int, mode: str, *, has_head: bool
     known = CountingDrafter(acceptance=acceptance, vocab_size=MAX_TOKEN_ID)
     speculator = Speculator(config, ReplacedDrafts(known) if has_head else known)
     if mode == "fixed":
-        speculator.times, speculator.head_times = FreeDrafts(), FreeDrafts()
+        speculator.times = FreeDrafts()
     return speculator
 
 

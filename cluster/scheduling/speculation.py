@@ -47,6 +47,8 @@ _SIZE_WEIGHT = 0.05
 _DRIFT_ROWS = 64
 """Rows in addition to the rows of a step of which times change together."""
 _LEAST_S = 1e-6
+_PASS_WEIGHT = 0.3
+"""Weight of a step in the time of a pass of a draft head."""
 _NUM_STEPS_KEPT = 2000
 """Steps after which the time of a number of rows is measured again."""
 _UNKNOWN_ROW = 0.005
@@ -120,9 +122,9 @@ class RowTimes:
         )
         self._drift_s += _DRIFT_WEIGHT * (1 - weight) * error_s / (size + _DRIFT_ROWS)
 
-    def has_measured(self, num_rows: int = 0) -> bool:
-        """Return whether steps of a number of rows, or of any number, were measured."""
-        return _size_of(num_rows) in self._times if num_rows else bool(self._times)
+    def has_measured(self, num_rows: int) -> bool:
+        """Return whether steps of a number of rows were measured."""
+        return _size_of(num_rows) in self._times
 
     def time_of(self, num_rows: int) -> float:
         """Return the predicted duration of a step of decodes, in seconds; about 1 at first.
@@ -247,8 +249,8 @@ class Speculator:
         self._num_drafts = config.num_speculative_tokens
         self.rates = DraftRates()
         self.times = RowTimes()
-        self.head_times = RowTimes()
-        """Of the steps behind which a draft head guesses tokens, its guesses included."""
+        self._pass_s = 0.0
+        """The time of a pass of a draft head, which guesses a token of each sequence."""
         self._num_alike = 0
         self._had_head = False
         self._most_paused = 0
@@ -340,21 +342,25 @@ class Speculator:
             return 0
         best, num_tokens = 0, 1.0
         best_rate = 1.0 / self.times.time_of(num_sequences)
-        times = self.head_times if self.head_times.has_measured() else self.times
         for number, survival in enumerate(self.rates.survivals(0.0, self._num_drafts), 1):
             num_rows = num_sequences * (1 + number)
             if num_rows > room:
                 break
             num_tokens += survival
-            rate = num_tokens / (times.time_of(num_rows) + _GAP_S)
+            step_s = self.times.time_of(num_rows) + number * self._pass_s
+            rate = num_tokens / (step_s + _GAP_S)
             if rate > best_rate:
                 best, best_rate = number, rate
         return best
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Note the duration of a step of decodes."""
-        times = self.head_times if plan.num_drafts else self.times
-        times.note(len(plan.decodes), seconds)
+        num_rows, number = len(plan.decodes), plan.num_drafts
+        if number and not plan.decodes.draft_ids and self.times.has_measured(num_rows):
+            pass_s = max(seconds - self.times.time_of(num_rows), 0.0) / number
+            self._pass_s += (_PASS_WEIGHT if self._pass_s else 1.0) * (pass_s - self._pass_s)
+        else:
+            self.times.note(num_rows, max(seconds - number * self._pass_s, _LEAST_S))
 
     def note_chain(self, chain: Chain, num_accepted: int) -> None:
         """Note how many drafts of a chain were right."""

@@ -243,7 +243,7 @@ def open_llm(
         llm._engine._mask_patience = Patient()
         if speculates:
             speculator = speculator_of(llm)
-            speculator.times, speculator.head_times = FreeDrafts(), FreeDrafts()
+            speculator.times = FreeDrafts()
         yield llm
 
 
