@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+TINY_MTP = TINY_LLAMA.with_name("tiny-llama-mtp")
 VOCAB_SIZE = 2048
 NUM_DRAFTS = 5
 _TEXT = """Return the median (middle value) of numeric data.

@@ -17,6 +17,7 @@ from tests.engine.speculation_rig import (
     PARAMETERS,
     PROMPTS,
     TINY_LLAMA,
+    TINY_MTP,
     OracleDrafter,
     RandomDrafter,
     answers,
@@ -35,6 +36,7 @@ from tests.workers.draft_reference import (
     random_glm4_moe_folder,
     random_mimo_folder,
     random_qwen3_5_folder,
+    whole_mtp_folder,
 )
 from workers.layers.linear_choice import PackedGemmLinear, linear_kernel_class
 
@@ -235,3 +237,19 @@ def test_mtp_layers_of_families_change_no_token(name: str, tmp_path: Path) -> No
         found.append([one.outputs[0].token_ids for one in generated])
     assert found[0] == found[1]
     assert stats.speculation.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("engine", ["bfloat16", "swap"])
+def test_completions_with_a_trained_mtp_layer_are_those_without(
+    engine: str, tmp_path: Path
+) -> None:
+    names = ["greedy", "temperature", "top_k", "penalties", "bad words", "logprobs", "n"]
+    whole = whole_mtp_folder(tmp_path / "model", TINY_MTP, TINY_LLAMA)
+    with open_llm(speculates=False, **ENGINES[engine]) as plain:
+        expected = answers(plain, names)
+    with open_llm(speculates=True, model=whole, method="mtp", **ENGINES[engine]) as llm:
+        found = answers(llm, names)
+        stats = llm._engine.stats().scheduler
+    assert found == expected
+    assert stats.speculation.num_accepted_tokens > stats.speculation.num_draft_tokens / 20
+    assert stats.num_free_blocks == stats.num_blocks

@@ -243,6 +243,7 @@ def _tensors_of(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 def _load_layer(layer: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
     layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()})
+    layer.requires_grad_(requires_grad=False)
 
 
 class Eagle3Reference:

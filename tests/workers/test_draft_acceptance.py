@@ -23,7 +23,7 @@ from tests.workers.draft_acceptance import (
 )
 from tests.workers.draft_reference import load_reference, states_and_logits
 
-HEADS = [EXAMPLES / "tiny-llama-eagle3"]
+HEADS = [EXAMPLES / "tiny-llama-eagle3", EXAMPLES / "tiny-llama-mtp"]
 TEMPERATURES = [0.7, 1.0]
 RATIO = 0.93
 """Of the tokens of a step with rejection sampling."""
