@@ -80,7 +80,8 @@ def chains_equal_decodes(
 ) -> bool:
     """Return whether chains have the bits of decodes, and only their accepted tokens advance.
 
-    `run` returns the results of a case with the lengths and rows of `CHAINED`.
+    `run` returns the results of a case with the lengths and rows of `CHAINED`. On a GPU, kernels of
+    chains round the last bits otherwise.
     """
     decoded = replace(case, states=cloned_states(case.states))
     segments = replace(case.segments, is_chained=True, keeps_states=True, num_prompts=0)
@@ -98,11 +99,18 @@ def chains_equal_decodes(
             if token == first + number:
                 kept = decoded.states.clone()
             part = run(decoded.part(token, token + 1, row))
-            is_equal &= torch.equal(part, results[token : token + 1])
+            is_equal &= _are_same(part, results[token : token + 1])
         if kept is not None:
             decoded.states.copy_(kept)
     run(replace(case, segments=segments.accepted(token_ids, sampled_ids)))
-    return is_equal and torch.equal(case.states, decoded.states)
+    return is_equal and _are_same(case.states, decoded.states)
+
+
+def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if not first.is_cuda:
+        return torch.equal(first, second)
+    tolerance = 1e-5 if first.dtype == torch.float32 else 1e-2
+    return torch.allclose(first, second, rtol=tolerance, atol=tolerance)
 
 
 CHAINED = [4, 1, 2, 6, 3], [2, 5, -1, 0, 7]
