@@ -99,7 +99,9 @@ def checked(llm: LLM, drafter: Drafter, expected: list[list[Any]]) -> int:
     ),
     reason="The GEMM of this CPU rounds few rows differently from many.",
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", some_slow(list(ENGINES), slow=["bfloat16", "recompute", "few free rows"])
+)
 def test_completions_with_drafts_are_those_without(engine: str, model: Path) -> None:
     with open_llm(speculates=False, model=model, **ENGINES[engine]) as plain:
         expected = answers(plain, NAMES)
@@ -124,7 +126,9 @@ def test_completions_with_drafts_are_those_without(engine: str, model: Path) -> 
     assert scheduler.num_free_blocks == scheduler.num_blocks
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", some_slow(list(ENGINES), slow=["float32", "bfloat16", "recompute", "few free rows"])
+)
 def test_completions_with_a_draft_head_are_those_without(engine: str, model: Path) -> None:
     with open_llm(speculates=False, model=model, **ENGINES[engine]) as plain:
         expected = answers(plain, NAMES)
@@ -216,7 +220,9 @@ def check_near(found: list[list[Any]], expected: list[list[Any]]) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", ["mimo", "glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", some_slow(["mimo", "glm4_moe", "qwen3_5"], slow=["glm4_moe", "qwen3_5"])
+)
 def test_mtp_layers_of_families_change_no_token(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     if name == "qwen3_5":
@@ -239,7 +245,7 @@ def test_mtp_layers_of_families_change_no_token(name: str, tmp_path: Path) -> No
     assert stats.speculation.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("engine", ["bfloat16", "swap"])
+@pytest.mark.parametrize("engine", some_slow(["bfloat16", "swap"], slow=["swap"]))
 def test_completions_with_a_trained_mtp_layer_are_those_without(
     engine: str, tmp_path: Path
 ) -> None:
