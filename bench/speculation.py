@@ -143,7 +143,7 @@ def _save_head(folder: Path, options: argparse.Namespace) -> str:
 
 
 def _let_count(llm: LLM) -> None:
-    """Make the weights of the head those that count."""
+    """Give the head weights with which the model counts."""
     executor = llm._engine._executor
     assert isinstance(executor, LocalExecutor)
     assert executor._decoder is not None

@@ -159,7 +159,7 @@ def _words(row: MaskedRow, outcome: _Outcome) -> bytes:
 
 
 def _num_sampled(row: MaskedRow, outcome: _Outcome) -> int:
-    """Return how many tokens a row samples: those before the first whose mask is not made."""
+    """Return how many tokens a row samples: the tokens before the first token without a mask."""
     if isinstance(outcome, FinishReason):
         return len(row.draft_ids) + 1
     return max(len(outcome or b"") // _grammar(row.sequence).num_mask_bytes, row.num_free)

@@ -430,7 +430,7 @@ class SequenceMasks:
         """Whether the mask of the next token is made, if that token is deferred."""
 
     def forced_ids(self, token_ids: array[int]) -> AnySequence[int]:
-        """Return the tokens that most likely follow those of the sequence, if the grammar says."""
+        """Return the only tokens that the grammar lets follow the sequence, if there are any."""
         if self.forced is None:
             return ()
         place, forced_ids = self.forced
@@ -479,7 +479,7 @@ class SequenceDrafts:
 
     def __init__(self) -> None:
         self.lead = 0.0
-        """How much more often its drafts are right than those of all sequences."""
+        """How much more often its drafts are right than the drafts of all sequences."""
         self._guess = (0, 0)
         """The index of a token that was not known when it was guessed, and the guess."""
         self._num_misses = 0

@@ -80,7 +80,7 @@ class Chain(NamedTuple):
     num_forced: int = 0
     """The first drafts that the grammar of the sequence forces."""
     num_usable: int | None = None
-    """The first drafts, if no others have masks; the others count as wrong."""
+    """The number of the first drafts with masks, if other drafts have none and count as wrong."""
 
     @property
     def masked_row(self) -> MaskedRow | None:

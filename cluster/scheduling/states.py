@@ -82,7 +82,7 @@ class Save(NamedTuple):
 
 
 class StateCopies(NamedTuple):
-    """What a plan does with states on the device, as in `StepPlan`."""
+    """The copies and saves of states in a plan, as in `StepPlan`."""
 
     copies: list[BlockCopy]
     saves: list[StateSave]
@@ -350,7 +350,7 @@ class StateCopier:
         sequence.recheck_at = 0
 
     def end_draft(self) -> StateCopies:
-        """Return what the plan that was drafted does with states."""
+        """Return the copies and saves of states in the drafted plan."""
         # The first part is evicted first, and looked up first.
         for block in self._held:
             self._device.pool.release(block)

@@ -170,7 +170,7 @@ class MatcherHandle:
         return self._outcome if len(token_ids) == self._num_sent else None
 
     def outcome_of(self, asked: AskedMasks) -> Outcome | None:
-        """Return the outcome of what was asked, or None if it is not known."""
+        """Return the outcome of the query, or None if it is not known."""
         outcome = self.outcome_after(asked.token_ids)
         if isinstance(outcome, bytes) and [*asked.draft_ids] != self._draft_ids:
             # The masks were made for a plan that did not get them in time.

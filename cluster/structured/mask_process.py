@@ -481,7 +481,7 @@ class DraftsJob(MaskJob):
     """The masks behind the drafts of a sequence, which are part of another job's result."""
 
     def __init__(self, job: MaskJob, drafts: DraftMasks) -> None:
-        """Make masks once those of `job` are made."""
+        """Make masks once the masks of `job` are made."""
 
         def make(query: MaskQuery) -> tuple[None, None]:
             drafts.make()

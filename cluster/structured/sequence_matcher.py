@@ -108,7 +108,7 @@ class SequenceMatcher:
     def draft_masks(
         self, query: MaskQuery, mask: NDArray[np.int32], index: TokenIndex
     ) -> DraftMasks | None:
-        """Return what makes the masks behind drafts, or None if there is nothing to make.
+        """Return the maker of the masks behind drafts, or None if there is nothing to make.
 
         Neither the limits of CPU time nor the position of the sequence are affected. `mask` is that
         of the next token.

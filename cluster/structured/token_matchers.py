@@ -155,7 +155,7 @@ class MarkMatcher:
         return copied
 
     def forced_token(self, index: TokenIndex) -> int | None:
-        """Return the mark where nothing else may be, or what the grammar forces behind it."""
+        """Return the mark where nothing else may be, or the token forced behind the mark."""
         if not self._is_expected:
             return self._matcher.forced_token(index)
         return self._token_id if self._index is None else None
@@ -345,7 +345,7 @@ class ReasoningMatcher:
         return copied
 
     def forced_token(self, index: TokenIndex) -> int | None:
-        """Return what a header or the grammar forces, unless there may be reasoning or a space."""
+        """Return the token that a header or the grammar forces, if no reasoning may come."""
         place = self._tracker.place
         if place in (ReasoningPlace.START, ReasoningPlace.INSIDE):
             return None

@@ -119,7 +119,7 @@ def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def row_words(rows: _Ints, draft_ids: _Ints) -> _Ints:
-    """Return the words of rows whose tokens are drafts, which are written to the table.
+    """Return the words of the rows of tokens, some of which are drafts, to be written to the table.
 
     Both are `[num_tokens]`; tokens that are no drafts have -1, and their rows are their words.
     """

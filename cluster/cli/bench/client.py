@@ -97,7 +97,7 @@ class DraftCounts(NamedTuple):
     """Guesses that were right."""
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """Return what was counted after an earlier reading."""
+        """Return the difference of the counters to an earlier reading."""
         return DraftCounts(*(new - old for new, old in zip(self, before, strict=True)))
 
     @property
