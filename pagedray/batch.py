@@ -95,7 +95,8 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`[num_growing, num_groups]`: appended to the block tables of these rows before the forward
     pass."""
     draft_ids: bytes = b""
-    """`[num_drafts]`: the tokens of the drafts, in the order of the decodes."""
+    """`[num_drafts]`: the tokens of the drafts, in the order of the decodes; empty if the plan is
+    overlapped."""
 
     @classmethod
     def pack(
@@ -251,6 +252,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     snapshots."""
     num_drafts: int = 0
     """Tokens that a draft head guesses for each sequence behind its sampled tokens."""
+    is_overlapped: bool = False
+    """Whether the plan was made before the tokens of the step before were known.
+
+    It has only decodes, of sequences of that step, at the positions that follow if all drafts of
+    that step are right: each position is too high by the number of wrong drafts of its row. Chains
+    have no `draft_ids`: their drafts are the first guesses of the draft head behind that step."""
 
     @property
     def num_tokens(self) -> int:
