@@ -22,8 +22,8 @@ from pagedray import LLM, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_Answers: TypeAlias = "dict[str, list[list[int]]]"
-"""The tokens of the answers, by sampling."""
+_Answers: TypeAlias = "dict[str, tuple[list[list[int]], float]]"
+"""The tokens of the answers, and the tokens of a chain, by sampling."""
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _DOCS = _EXAMPLES.parent / "docs"
 _NUM_PROMPTS = 128
@@ -58,7 +58,7 @@ def main() -> None:
     firsts = range(0, step * _NUM_PROMPTS, step)
     prompts = [text[first : first + _NUM_PROMPT_CHARACTERS] for first in firsts]
     plain = _EXAMPLES / "tiny-llama"
-    expected, _ = _answers(plain, prompts, options, max_num_seqs=_NUM_PROMPTS)
+    expected = _answers(plain, prompts, options, max_num_seqs=_NUM_PROMPTS)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         # The same weights, with a layer that drafts.
@@ -68,8 +68,8 @@ def main() -> None:
             if path.name != "config.json":
                 copy(path, folder)
         for way, (model, engine_options) in _ways(plain, Path(folder)).items():
-            answers, mean_length = _answers(model, prompts, options, **engine_options)
-            rows += list(_rows(way, expected, answers, mean_length))
+            answers = _answers(model, prompts, options, **engine_options)
+            rows += list(_rows(way, expected, answers))
     if options.output:
         write_results(options.output, "tiny-llama", rows=rows)
 
@@ -93,9 +93,9 @@ def _ways(plain: Path, with_mtp: Path) -> dict[str, tuple[Path, dict[str, Any]]]
     return ways
 
 
-def _rows(way: str, expected: _Answers, answers: _Answers, mean_length: float) -> Iterator[Row]:
-    for sampling, found in answers.items():
-        pairs = list(zip(expected[sampling], found, strict=True))
+def _rows(way: str, expected: _Answers, answers: _Answers) -> Iterator[Row]:
+    for sampling, (found, mean_length) in answers.items():
+        pairs = list(zip(expected[sampling][0], found, strict=True))
         num_equal = sum(_num_equal(*pair) for pair in pairs)
         row = Row(
             way=way,
@@ -113,8 +113,8 @@ def _answers(
     prompts: list[str],
     options: argparse.Namespace,
     **engine_options: Any,  # Any: options of any type
-) -> tuple[_Answers, float]:
-    """Return the tokens of the answers to the prompts, and the tokens of a chain."""
+) -> _Answers:
+    found: _Answers = {}
     with LLM(
         str(folder),
         executor="local",
@@ -123,16 +123,15 @@ def _answers(
         enable_prefix_cache=False,
         **engine_options,
     ) as llm:
-        found = {
-            name: [
-                list(generation.outputs[0].token_ids)
-                for generation in llm.generate(prompts, sampling, use_tqdm=False)
-            ]
-            for name, sampling in _SAMPLING.items()
-        }
-        stats = llm.stats().scheduler.speculation
-    mean_length = 1 + stats.num_accepted_tokens / max(stats.num_chains, 1)
-    return found, mean_length
+        num_accepted = num_chains = 0
+        for name, sampling in _SAMPLING.items():
+            generations = llm.generate(prompts, sampling, use_tqdm=False)
+            stats = llm.stats().scheduler.speculation
+            more = stats.num_accepted_tokens - num_accepted
+            mean_length = 1 + more / max(stats.num_chains - num_chains, 1)
+            num_accepted, num_chains = stats.num_accepted_tokens, stats.num_chains
+            found[name] = [list(one.outputs[0].token_ids) for one in generations], mean_length
+    return found
 
 
 def _num_equal(expected: list[int], found: list[int]) -> int:
