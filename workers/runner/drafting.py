@@ -595,8 +595,4 @@ def _last_sampled(inputs: StepInputs, token_ids: torch.Tensor) -> IntArray:
     if inputs.draft_ids is None:
         return np.arange(len(token_ids))
     chains = Chains(inputs.draft_ids)
-    is_accepted = chains.accepted(token_ids).numpy() >= 0
-    # The first token of a chain is sampled whatever it is.
-    is_accepted[chains.firsts] = True
-    lengths = np.add.reduceat(is_accepted, chains.firsts, dtype=np.int64)
-    return chains.firsts + lengths - 1
+    return chains.firsts + chains.num_tokens(token_ids) - 1

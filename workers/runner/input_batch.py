@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pagedray.batch import Decodes, SequenceStart, StepPlan
     from workers.runner.token_table import TokenTable
 
-__all__ = ["InputBatch", "StepInputs"]
+__all__ = ["InputBatch", "StepInputs", "draft_ids_of"]
 
 _NO_LOGPROBS = -1
 _Ints: TypeAlias = "NDArray[np.int64]"
@@ -133,7 +133,7 @@ class InputBatch:
         for chunk in plan.chunks:
             if chunk.new_block_ids:
                 self._append_blocks(chunk.row, chunk.new_block_ids)
-        if plan.decodes.draft_ids or plan.num_drafts:
+        if plan.decodes.draft_ids or plan.num_drafts or plan.is_overlapped:
             self._append_chain_blocks(plan.decodes)
         elif plan.decodes.growing_rows:
             rows = np.frombuffer(plan.decodes.growing_rows, np.int32)
@@ -165,7 +165,8 @@ class InputBatch:
         """
         if not plan.chunks:
             return self._decode_inputs(plan.decodes)
-        assert not (self._has_states and plan.decodes.draft_ids)
+        has_drafts = len(plan.decodes.draft_ids) > 0
+        assert not (self._has_states and has_drafts)
         rows, first_positions, num_tokens, is_sampled = _columns(plan)
         size = len(rows)
         described = np.flatnonzero(self._num_prompt_logprobs[rows] != _NO_LOGPROBS)
@@ -213,7 +214,7 @@ class InputBatch:
             token_rows,
             positions,
             *(logits_indices, sampled_rows, sampled_positions, *of_head, *parts),
-            draft_ids=_draft_ids(plan.decodes, len(positions)),
+            draft_ids=draft_ids_of(plan.decodes, len(positions)) if has_drafts else None,
         )
         device_indices, device_rows, device_places, *segments = others
         device_token_rows, head_slots = None, None
@@ -230,7 +231,7 @@ class InputBatch:
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             sampled_places=(device_rows, device_places),
-            draft_ids=_draft_ids(plan.decodes, len(sampled_rows)),
+            draft_ids=draft_ids_of(plan.decodes, len(sampled_rows)) if has_drafts else None,
             prompt_chunks=tuple(chunks),
             segments=_segments(segments, num_tokens),
             token_rows=device_token_rows,
@@ -242,7 +243,7 @@ class InputBatch:
         rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
-        draft_ids = _draft_ids(decodes, len(rows))
+        draft_ids = draft_ids_of(decodes, len(rows)) if decodes.draft_ids else None
         # Most steps have the rows of the step before; these also say which decodes are chains.
         kept_rows, kept = self._decode_segments
         is_new = self._has_states and kept_rows != decodes.rows
@@ -508,13 +509,11 @@ def _segments(
     )
 
 
-def _draft_ids(decodes: Decodes, size: int) -> _Ints | None:
+def draft_ids_of(decodes: Decodes, size: int) -> _Ints:
     """Return the token of each of `size` places that is a draft, and -1 for others.
 
-    The last places are those of the decodes. None without drafts.
+    The last places are those of the decodes.
     """
-    if not decodes.draft_ids:
-        return None
     rows = np.frombuffer(decodes.rows, np.int32)
     draft_ids = np.full(size, -1)
     of_decodes = draft_ids[size - len(rows) :]

@@ -23,6 +23,7 @@ from workers.runner.block_swaps import (
     StepStream,
     SwapStreams,
 )
+from workers.runner.overlapped_plans import completed_plan
 from workers.runner.pending_tokens import PendingTokens, Sample
 from workers.runner.step_graphs import dropped_capture
 
@@ -59,6 +60,8 @@ class ModelRunner:
         self._progress = progress
         self._drafting = drafting
         self._prompts = Prompts()
+        self._latest: tuple[StepPlan, PendingTokens] | None = None
+        """The latest step with tokens, if there is a draft head."""
 
     @torch.inference_mode()
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -99,6 +102,10 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
         self._progress.enter(Phase.PREPARING)
+        if plan.is_overlapped:
+            assert self._latest is not None
+            before, pending = self._latest
+            plan = completed_plan(plan, before, pending.sampled())
         if plan.starts:
             plan = msgspec.structs.replace(plan, starts=self._prompts.complete_starts(plan.starts))
         for start in plan.starts:
@@ -132,7 +139,7 @@ class ModelRunner:
             elif self._drafting is not None:
                 self._drafting.run(inputs, self.forward_pass.metadata, None, 0)
             self._cache.copy_blocks(plan.late_copies)
-        return PendingTokens(
+        pending = PendingTokens(
             plan.step,
             sample,
             needs_masks=needs_masks,
@@ -142,6 +149,9 @@ class ModelRunner:
             device=device,
             prompt_reports=prompt_reports,
         )
+        if self._drafting is not None and plan.num_tokens:
+            self._latest = plan, pending
+        return pending
 
     def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> Sample:
         """Return a function that samples the tokens of a step, given its masks."""

@@ -5,6 +5,7 @@ It does not know how tokens are sampled.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -72,6 +73,16 @@ class PendingTokens:
     def is_copied(self) -> bool:
         """Whether the pool copies of this step and of earlier steps have ended."""
         return self._fence.is_reached
+
+    def sampled(self) -> Sampled:
+        """Return the sampled tokens, of which there must be some; waits for the device."""
+        assert self._done is not None
+        assert self._sampled is not None
+        self._done.synchronize()
+        if self._sampled.draft_ids is not None:
+            # The next step overwrites the memory of guesses.
+            self._sampled = replace(self._sampled, draft_ids=self._sampled.draft_ids.clone())
+        return self._sampled
 
     def output(self) -> StepOutput:
         """Return the sampled tokens and timings; waits for the device, not for masks or copies."""

@@ -90,6 +90,16 @@ class Chains:
         before = num_wrong[upload(np.repeat(self.firsts, self.lengths), token_ids.device)]
         return token_ids.masked_fill(num_wrong > before, -1)
 
+    def num_tokens(self, token_ids: Tensor) -> IntArray:
+        """Return how many sampled tokens each chain gives: the last follows its last right draft.
+
+        `token_ids` are those of all rows, on the host.
+        """
+        is_accepted = self.accepted(token_ids).numpy() >= 0
+        # The first token of a chain is sampled whatever it is.
+        is_accepted[self.firsts] = True
+        return np.add.reduceat(is_accepted, self.firsts, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _RowEdits:

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
@@ -45,6 +47,7 @@ from workers.models.families.draft_heads import read_draft_head
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.runner.drafting import DeviceDrafting
+from workers.runner.pending_tokens import PendingTokens
 from workers.sampling.noise import generator_start, noise, noise_keys
 
 TARGET = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -172,9 +175,13 @@ class Rank:
 
     def launch(self, chunks: list[SequencePlan], num_drafts: int, **fields: Any) -> StepOutput:
         # Any: fields of a plan
-        plan = StepPlan(self.step, chunks, num_drafts=num_drafts, **fields)
+        return self.send(StepPlan(0, chunks, num_drafts=num_drafts, **fields)).output()
+
+    def send(self, plan: StepPlan) -> PendingTokens:
+        """Launch the next step."""
+        plan = msgspec.structs.replace(plan, step=self.step)
         self.step += 1
-        return self.worker.launch(plan).output()
+        return self.worker.launch(plan)
 
     def close(self) -> None:
         self.worker.close()
@@ -332,6 +339,73 @@ def test_drafts_of_random_rows_have_the_noise_of_the_target(
             for tokens, choose in zip(known, chooses, strict=True)
         ]
     rank.close()
+
+
+@pytest.mark.parametrize("is_on_device", WAYS)
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 0.8)])
+def test_overlapped_plan_follows_the_tokens_of_the_step_before(
+    temperatures: tuple[float, float], is_on_device: bool
+) -> None:
+    folder = TARGET.with_name("tiny-llama-eagle3")
+    ranks = [Rank(folder), Rank(folder)]
+    for rank in ranks if is_on_device else ():
+        on_device(rank)
+    text = "Return the median (middle value) of numeric data. When the number of data points is"
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    prompts = [tokenizer.encode(one).ids for one in (text, text[20:])]
+    samplings = [SamplingParams(temperature=one, max_tokens=50) for one in temperatures]
+    blocks = [list(range(16)), list(range(16, 32))]
+    starts = [start(row, prompts[row], blocks[row], samplings[row], seed=row) for row in range(2)]
+    chunks = [SequencePlan(row, 0, len(tokens), True) for row, tokens in enumerate(prompts)]
+    ordinary, overlapped = ranks
+    first = StepPlan(0, chunks, starts, num_drafts=NUM_DRAFTS)
+    output, _ = [rank.send(first).output() for rank in ranks]
+    ends = [len(tokens) for tokens in prompts]
+    # The first plan after the prompts has drafts that the controller has sent.
+    rows, positions, draft_ids = chains_of(ends, drafts(output))
+    plan = StepPlan(
+        0, [], decodes=Decodes.pack(rows, positions, draft_ids=draft_ids), num_drafts=NUM_DRAFTS
+    )
+    pending, lengths = overlapped.send(plan), []
+    for _ in range(6):
+        output = ordinary.send(plan).output()
+        sampled = np.array(output.token_ids).reshape(2, -1)
+        is_right = sampled[:, :-1] == np.reshape(draft_ids, (2, -1))
+        accepted = np.cumprod(is_right, axis=1).sum(axis=1).tolist()
+        lengths += accepted
+        # An overlapped plan has the positions that follow if all drafts are right.
+        rows, positions, _ = chains_of([end + NUM_DRAFTS + 1 for end in ends], [])
+        plan = StepPlan(
+            0,
+            [],
+            decodes=Decodes.pack(rows, positions),
+            num_drafts=NUM_DRAFTS,
+            is_overlapped=True,
+        )
+        latest = overlapped.send(plan)
+        found = pending.output()
+        assert (found.token_ids, found.draft_ids) == (output.token_ids, output.draft_ids)
+        pending = latest
+        ends = [end + 1 + number for end, number in zip(ends, accepted, strict=True)]
+        rows, positions, draft_ids = chains_of(ends, drafts(output))
+        decodes = Decodes.pack(rows, positions, draft_ids=draft_ids)
+        plan = StepPlan(0, [], decodes=decodes, num_drafts=NUM_DRAFTS)
+    # Some chains were accepted whole, others not at all.
+    assert {0, NUM_DRAFTS} <= set(lengths)
+    for rank in ranks:
+        rank.close()
+
+
+def chains_of(
+    positions: list[int], guesses: list[list[int]]
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the rows, positions and drafts of the chains of all rows."""
+    places = range(NUM_DRAFTS + 1)
+    return (
+        [row for row in range(len(positions)) for _ in places],
+        [position + place for position in positions for place in places],
+        [draft for drafts in guesses for draft in drafts],
+    )
 
 
 def test_mtp_layer_drafts_behind_recurrent_layers(tmp_path: Path) -> None:
