@@ -300,8 +300,8 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     speculation: SpeculationConfig | None = None
     """None computes one token of a sequence after the other."""
-    draft_head: DraftHeadConfig | None = None
-    """The draft head on the ranks, which the methods `eagle3` and `mtp` need."""
+    drafter: DraftHeadConfig | ModelConfig | None = None
+    """The draft head on the ranks, of the methods `eagle3` and `mtp`, or their draft model."""
     load_format: LoadFormat = "auto"
     """`dummy` initializes random weights and reads no tensor."""
     attention_backend: str = "auto"

@@ -509,6 +509,8 @@ class ModelConfig:
     """The element type of the KV cache; "auto" is `dtype`."""
     cache_scales: tuple[CacheScales, ...] = ()
     """The scales of each layer for an fp8 cache, or none."""
+    cache_offset: int = 0
+    """Layers of the KV cache before those of this model: the layers of its target, if it drafts."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -603,11 +605,11 @@ class ModelConfig:
 
     @property
     def cache_indices(self) -> tuple[int | None, ...]:
-        """The index in `cached_layers` of the layer whose keys and values each layer reads.
+        """The layer of the KV cache with the keys and values that each layer reads.
 
         None for layers without attention.
         """
-        cached = {layer: index for index, layer in enumerate(self.cached_layers)}
+        cached = {layer: index for index, layer in enumerate(self.cached_layers, self.cache_offset)}
         sources = [self.heads_of(layer).source for layer in range(self.num_layers)]
         return tuple(
             cached.get(layer if source is None else source) for layer, source in enumerate(sources)

@@ -20,6 +20,7 @@ from attention.gpu.metadata import GpuMetadataBuilder
 from pagedray.config import LARGE_LIMITS, CacheSize, EngineConfig, KernelReport, StepLimits
 from pagedray.errors import DeviceError, StartupError
 from pagedray.machine import num_usable_cores
+from pagedray.model_config import DraftHeadConfig, ModelConfig
 from pagedray.rank_progress import PoolReport
 from pagedray.rank_roofline import AttentionWork, DeviceSpeed, ExpertChoice, RankRoofline
 from workers.layers.formats.fp8_weight import FP8
@@ -35,7 +36,8 @@ from workers.memory_profile import (
     num_staging,
 )
 from workers.models.decoder import Decoder
-from workers.models.draft_head import DraftHead, Eagle3Head, MtpHead, Taps
+from workers.models.draft_head import Eagle3Head, MtpHead, RankDrafter, Taps
+from workers.models.draft_model import DraftModel
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.runner.decode_graphs import ChainGraphs, DecodeGraphs
@@ -59,7 +61,6 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionSpec
     from pagedray.batch import StepPlan
-    from pagedray.model_config import DraftHeadConfig
     from pagedray.node_memory import MemoryAddress
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
@@ -89,17 +90,16 @@ class DecoderWorker(Worker):
         pool_address: MemoryAddress | None = None,
     ) -> None:
         """`pool_address` is of memory for the CPU pool that outlives this process."""
-        config = with_stored_experts(with_stored_head(config))
-        config = with_cache_format(config)
+        config = _stored(config)
         super().__init__(config, group, device)
-        head = _stored_head(config)
+        drafter = _stored_drafter(config)
         spec = attention_spec(
             config.model,
             group,
             block_size=config.cache.block_size,
             device=self._device,
             max_seq_len=config.max_model_len,
-            head=None if head is None else head.layer,
+            drafter=drafter.layer if isinstance(drafter, DraftHeadConfig) else drafter,
         )
         self._spec = spec.grouped()
         self._backend = self._select_backend(self._spec)
@@ -109,18 +109,10 @@ class DecoderWorker(Worker):
         # Ranks of other GPUs may choose another limit, but they must all prepare for the same.
         limits = config.scheduler.limits(LARGE_LIMITS)
         self._model.prepare_steps(limits.max_num_batched_tokens)
-        self._head: DraftHead | None = None
-        self._taps: Taps | None = None
-        if head is not None:
-            self._taps = Taps(
-                head.tapped_layers,
-                max_num_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
-                hidden_size=config.model.hidden_size,
-                dtype=self._spec.dtype,
-                device=self._device,
-            )
-            self._model.tap_layers(self._taps)
-            self._head = self._make_head(head)
+        self._drafter: RankDrafter | None = None
+        if drafter is not None:
+            max_num_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+            self._drafter = self._make_drafter(drafter, self._model, max_num_tokens)
         self._runner: ModelRunner | None = None
         self.host_pool: HostPool | None = None
         """The CPU pool, kept from epoch to epoch, since pinning takes long."""
@@ -139,10 +131,10 @@ class DecoderWorker(Worker):
         if self._pool_address is not None:
             self._pool_mapper = PoolMapper(self._config, self._pool_address, rank=self._group.rank)
         digests = load_weights(self._model, self._config, report_progress)
-        if self._head is not None:
-            config = replace(self._config, model=self._head.config.layer)
-            of_head = load_weights(self._head, config, report_progress)
-            digests |= {f"draft head: {name}": digest for name, digest in of_head.items()}
+        if self._drafter is not None:
+            config = replace(self._config, model=self._drafter.layers)
+            of_drafter = load_weights(self._drafter, config, report_progress)
+            digests |= {f"drafter: {name}": digest for name, digest in of_drafter.items()}
         return digests
 
     @property
@@ -251,7 +243,7 @@ class DecoderWorker(Worker):
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
         # A caller may keep a closed engine and open another engine, which needs the memory.
-        self._runner = self._model = self._head = self._taps = self.host_pool = None
+        self._runner = self._model = self._drafter = self.host_pool = None
         if self._device.type == "cuda":
             release_gpu_memory()
         self._group.close()
@@ -321,7 +313,7 @@ class DecoderWorker(Worker):
                 windows=self._spec.group_windows,
                 has_states=bool(self._spec.states),
                 num_spare_states=self._num_spare_states,
-                has_head=self._head is not None,
+                has_head=self._drafter is not None and self._drafter.lag > 0,
                 head_group=self._spec.cache_groups[-1],
             )
             sampler = Sampler(
@@ -348,10 +340,21 @@ class DecoderWorker(Worker):
             drafting=self._make_drafting(cache, batch, sampler, sizes),
         )
 
-    def _make_head(self, config: DraftHeadConfig) -> DraftHead:
-        """Return a draft head for the model, without weights."""
-        model, index = self._model, len(self._spec.layers) - 1
-        assert model is not None
+    def _make_drafter(
+        self, config: DraftHeadConfig | ModelConfig, model: Decoder, max_num_tokens: int
+    ) -> RankDrafter:
+        """Return a drafter for the model and steps of so many tokens, without weights."""
+        if isinstance(config, ModelConfig):
+            decoder = Decoder(config, self._group, backend=self._backend, device=self._device)
+            return DraftModel(decoder, vocab_size=model.config.vocab_size)
+        taps = Taps(
+            config.tapped_layers,
+            max_num_tokens=max_num_tokens,
+            hidden_size=model.config.hidden_size,
+            dtype=self._spec.dtype,
+            device=self._device,
+        )
+        model.tap_layers(taps)
         place = Placement(
             self._group,
             self._spec.dtype,
@@ -360,12 +363,12 @@ class DecoderWorker(Worker):
             self._backend,
         )
         if config.mtp is None:
-            return Eagle3Head(config, place, embedding=model.embedding, cache_index=index)
+            return Eagle3Head(config, place, embedding=model.embedding, taps=taps)
         return MtpHead(
             config,
             place,
             embedding=model.embedding,
-            cache_index=index,
+            taps=taps,
             target_norm=model.last_norm,
             target_logits=model.logits,
         )
@@ -373,25 +376,25 @@ class DecoderWorker(Worker):
     def _make_drafting(
         self, cache: KVCache, batch: InputBatch, sampler: Sampler, sizes: GraphSizes
     ) -> Drafting | None:
-        """Return the draft head on a cache, if there is one."""
-        if self._head is None or self._taps is None:
+        """Return the drafter on a cache, if there is one."""
+        if self._drafter is None:
             return None
         builder = self._backend.make_metadata_builder(self._spec)
-        head, taps, pool = self._head, self._taps, cache.device_pool
+        drafter, pool = self._drafter, cache.device_pool
         if self._device.type == "cpu":
-            return HostDrafting(head, taps, pool, batch=batch, sampler=sampler, builder=builder)
+            return HostDrafting(drafter, pool, batch=batch, sampler=sampler, builder=builder)
         assert isinstance(builder, GpuMetadataBuilder)
         # Ranks would have to capture between the same two steps.
         has_graphs = sizes.decodes and self._group.size == 1
         assert self._config.speculation is not None
         return DeviceDrafting(
-            head,
-            taps,
+            drafter,
             pool,
             batch=batch,
             sampler=sampler,
             builder=builder,
             max_num_rows=self._config.max_num_seqs,
+            max_num_tokens=self._config.max_num_batched_tokens,
             max_num_drafts=self._config.speculation.num_speculative_tokens,
             graphs=torch.cuda.graph_pool_handle() if has_graphs else None,
         )
@@ -495,12 +498,19 @@ class DecoderWorker(Worker):
         return graph_sizes(self._config, self._device, self._backend)
 
 
-def _stored_head(config: EngineConfig) -> DraftHeadConfig | None:
-    """Return the draft head as a rank stores and reads it, if there is one."""
-    head = config.draft_head
+def _stored(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of a model as a rank stores and reads it."""
+    return with_cache_format(with_stored_experts(with_stored_head(config)))
+
+
+def _stored_drafter(config: EngineConfig) -> DraftHeadConfig | ModelConfig | None:
+    """Return the drafter as a rank stores and reads it, if there is one."""
+    head, offset = config.drafter, len(config.model.cached_layers or (0,))
     if head is None:
         return None
-    layer = replace(head.layer, kv_cache_dtype=config.model.kv_cache_dtype)
+    if isinstance(head, ModelConfig):
+        return replace(_stored(replace(config, model=head)).model, cache_offset=offset)
+    layer = replace(head.layer, kv_cache_dtype=config.model.kv_cache_dtype, cache_offset=offset)
     if head.mtp is not None:
         # A rank may have the files of its model in a folder of its own.
         layer = replace(layer, folder=config.model.folder)

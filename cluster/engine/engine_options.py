@@ -169,7 +169,7 @@ def engine_config(
             f"max_model_len {options.max_model_len} is more than the "
             f"{model_config.max_positions} positions of {model_config.name}."
         )
-    draft_head = read_head(
+    drafter = read_drafter(
         options.speculative_config, model_config, load_format=options.load_format
     )
     return EngineConfig(
@@ -177,8 +177,8 @@ def engine_config(
         cache=_config_from(CacheConfig, options),
         scheduler=_config_from(SchedulerConfig, options),
         parallel=parallel,
-        speculation=speculation_config(options.speculative_config, draft_head),
-        draft_head=draft_head,
+        speculation=speculation_config(options.speculative_config, drafter),
+        drafter=drafter,
         load_format=options.load_format,
         attention_backend=_own_backend(options.attention_backend),
         enforce_eager=options.enforce_eager,
@@ -196,7 +196,7 @@ def engine_config(
     )
 
 
-def read_head(
+def read_drafter(
     given: Mapping[str, object] | None, target: ModelConfig, *, load_format: LoadFormat
 ) -> DraftHeadConfig | None:
     """Return the draft head that vLLM's fields name, for a model. Raises StartupError."""

@@ -1,4 +1,4 @@
-"""Draft heads: one decoder layer that reads hidden states of the target.
+"""Drafters on ranks, and draft heads: one decoder layer that reads hidden states of the target.
 
 Input i is the token at position i + 1 and the state at position i: first that of the target, then
 the output of the layer itself. The output predicts the token at position i + 2. Heads of EAGLE-3
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -22,18 +22,26 @@ from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
 from workers.models.decoder_layer import make_mlp, make_norm
 from workers.models.fused_norm import FusedNorm
-from workers.models.self_attention import DecoderSelfAttention, StepAttention
+from workers.models.self_attention import DecoderSelfAttention
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attention.layer import Attention
-    from pagedray.model_config import DraftHeadConfig
+    from pagedray.model_config import DraftHeadConfig, ModelConfig
     from workers.layers.norm import Norm
     from workers.layers.sharded_logits import ShardedLogits
+    from workers.models.self_attention import StepAttention
 
-__all__ = ["DraftHead", "Eagle3Head", "HeadOutputs", "HeadRows", "MtpHead", "Taps"]
+__all__ = [
+    "DraftHead",
+    "DraftOutputs",
+    "Eagle3Head",
+    "HeadRows",
+    "MtpHead",
+    "RankDrafter",
+    "Taps",
+]
 
 
 class Taps:
@@ -56,11 +64,6 @@ class Taps:
         size = len(layers), hidden_size
         self._states = torch.zeros(max_num_tokens, *size, dtype=dtype, device=device)
 
-    @property
-    def max_num_tokens(self) -> int:
-        """The most tokens of a step."""
-        return len(self._states)
-
     def keep(self, layer: int, stream: torch.Tensor) -> None:
         """Keep the input of a layer, `[num_tokens, hidden_size]`, if the layer is tapped."""
         for place in self._places.get(layer, ()):
@@ -80,21 +83,64 @@ class HeadRows:
     residual: torch.Tensor
     """`[num_rows, hidden_size]`, to which the layer adds."""
 
-    def select(self, indices: torch.Tensor) -> HeadRows:
-        """Return some rows; `indices` is `[num_selected]` int64 on their device."""
-        return HeadRows(
-            self.normed.index_select(0, indices), self.residual.index_select(0, indices)
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadOutputs:
-    """Outputs of the layer of a head."""
+class DraftOutputs:
+    """Outputs of a pass of a drafter."""
 
     normed: torch.Tensor
     """Behind the last norm, `[num_rows, hidden_size]`; the logits are products with it."""
-    states: torch.Tensor
-    """The states of the next drafts, of the same shape."""
+    states: torch.Tensor | None
+    """The states of the next pass, of the same shape; a draft model has none."""
+
+
+class RankDrafter(CompositeLayer):
+    """One rank's part of a drafter. Call `load_weights` before the first forward."""
+
+    lag: ClassVar[int]
+    """How many positions before its own a token is read: 1 by a draft head, 0 by a draft model."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> ModelConfig:
+        """The layers, as a model with the checkpoint of the drafter."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """The size of the vocabulary of the target."""
+
+    @property
+    @abstractmethod
+    def token_ids(self) -> torch.Tensor:
+        """The tokens of the target that the logits are of, `[draft_vocab_size]` int64."""
+
+    @abstractmethod
+    def read(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor | None:
+        """Write keys and values of all tokens of a step; return their states, as `run` takes them.
+
+        Behind a step of the target. The tokens are read at `positions`, as in `run`.
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        states: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: StepAttention,
+    ) -> DraftOutputs:
+        """Return the outputs of one token of each row, which predict the next token.
+
+        `token_ids` and `positions` are `[num_rows]` int64; a token is read at the position `lag`
+        before its own. `states` are those of `read` at these positions, or of the pass before.
+        """
+
+    @abstractmethod
+    def logits(self, outputs: DraftOutputs) -> ShardedLogits:
+        """Return the logits of `token_ids`."""
 
 
 class _FusedNorms(NamedTuple):
@@ -135,8 +181,10 @@ class _TokenMap(Layer):
         self.token_ids.copy_(token_ids)
 
 
-class DraftHead(CompositeLayer):
-    """One rank's part of a head. Call `load_weights` before the first forward."""
+class DraftHead(RankDrafter):
+    """One rank's part of a head."""
+
+    lag = 1
 
     def __init__(
         self,
@@ -144,11 +192,11 @@ class DraftHead(CompositeLayer):
         place: Placement,
         *,
         embedding: VocabEmbedding,
-        cache_index: int,
+        taps: Taps,
         norms: tuple[Norm, Norm, Norm],
         input_size: int | None = None,
     ) -> None:
-        """`embedding` is that of the target; `cache_index` counts layers of the KV cache.
+        """`embedding` and `taps` are those of the target.
 
         `norms` are over embeddings, over states, and the last one. `input_size` is the size of the
         rows that the attention reads, by default the hidden size.
@@ -156,12 +204,11 @@ class DraftHead(CompositeLayer):
         layer = config.layer
         prefix = layer.names.decoder_layer.format(0)
         self.config = config
+        self._taps = taps
         self._group = place.group
         self._embedding = embedding
         self._token_norm, self._state_norm, self._norm = norms
-        self._attention = DecoderSelfAttention(
-            prefix, layer, 0, place, input_size=input_size, cache_index=cache_index
-        )
+        self._attention = DecoderSelfAttention(prefix, layer, 0, place, input_size=input_size)
         self._mlp_norm = make_norm(f"{prefix}.{layer.names.mlp_norm}", layer, place)
         self._mlp = make_mlp(prefix, layer, 0, place)
         self._fused_norms: _FusedNorms
@@ -171,21 +218,19 @@ class DraftHead(CompositeLayer):
             self._rotary = RotaryEmbedding(
                 rope,
                 head_size=layer.head_size,
-                num_query_heads=self.attention.params.num_heads,
+                num_query_heads=self._attention.layer.params.num_heads,
                 max_positions=layer.max_positions,
                 dtype=place.dtype,
                 device=place.device,
             )
 
     @property
-    def attention(self) -> Attention:
-        """The attention of the layer."""
-        return self._attention.layer
+    def layers(self) -> ModelConfig:
+        return self.config.layer
 
     @property
-    @abstractmethod
-    def token_ids(self) -> torch.Tensor:
-        """The tokens of the target that the logits are of, `[draft_vocab_size]` int64."""
+    def vocab_size(self) -> int:
+        return self.config.layer.vocab_size
 
     @abstractmethod
     def first_states(self, taps: torch.Tensor) -> torch.Tensor:
@@ -195,24 +240,27 @@ class DraftHead(CompositeLayer):
     def rows(self, token_ids: torch.Tensor, states: torch.Tensor) -> HeadRows:
         """Return the inputs of the layer, given the next tokens, `[num_tokens]` int64."""
 
-    @abstractmethod
-    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
-        """Return the logits of `token_ids`."""
+    def read(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        states = self.first_states(self._taps.of_step(len(token_ids)))
+        self._attend(self.rows(token_ids, states), positions, attention)
+        return states
 
-    def rotation(self, positions: torch.Tensor) -> Rotation:
-        """Return the rotation to these positions, `[num_tokens]` int64."""
-        return NoRotation() if self._rotary is None else self._rotary.rotation_at(positions)
-
-    def attend(self, rows: HeadRows, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
-        """Return the attention of this rank's heads, `[num_rows, num_heads * head_size]`."""
-        return self._attention.attend(self._attention.qkv(rows.normed), rotation, attention)
-
-    def outputs(self, rows: HeadRows, attended: torch.Tensor) -> HeadOutputs:
-        """Return the outputs of the layer, behind its attention; `rows` change in place."""
-        stream, norms = rows.residual, self._fused_norms
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        states: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: StepAttention,
+    ) -> DraftOutputs:
+        assert states is not None
+        rows, norms = self.rows(token_ids, states), self._fused_norms
+        attended = self._attend(rows, positions, attention)
+        stream = rows.residual
         inner = norms.mlp(stream, self._attention.output.kernel(attended))
         normed = norms.last(stream, self._mlp.partial(inner))
-        return HeadOutputs(normed, normed if self.config.norms_output else stream)
+        return DraftOutputs(normed, normed if self.config.norms_output else stream)
 
     def finalize(self) -> None:
         super().finalize()
@@ -226,6 +274,15 @@ class DraftHead(CompositeLayer):
     def sublayers(self) -> Iterator[Layer]:
         yield from (self._token_norm, self._state_norm, self._attention, self._mlp_norm)
         yield from (self._mlp, self._norm)
+
+    def _attend(
+        self, rows: HeadRows, positions: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        """Return the attention of this rank's heads, `[num_rows, num_heads * head_size]`."""
+        rotation: Rotation = NoRotation()
+        if self._rotary is not None:
+            rotation = self._rotary.rotation_at(positions)
+        return self._attention.attend(self._attention.qkv(rows.normed), rotation, attention)
 
     def _part(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the inputs of a product that sums over ranks."""
@@ -241,7 +298,7 @@ class Eagle3Head(DraftHead):
         place: Placement,
         *,
         embedding: VocabEmbedding,
-        cache_index: int,
+        taps: Taps,
     ) -> None:
         """As for `DraftHead`."""
         layer = config.layer
@@ -259,7 +316,7 @@ class Eagle3Head(DraftHead):
             config,
             place,
             embedding=self._own_embedding or embedding,
-            cache_index=cache_index,
+            taps=taps,
             norms=(
                 norm(f"{prefix}.input_layernorm"),
                 norm(f"{prefix}.hidden_norm"),
@@ -294,7 +351,7 @@ class Eagle3Head(DraftHead):
         residual = normed if self.config.norms_residual else states
         return HeadRows(torch.cat((embedded, normed), dim=1), residual)
 
-    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
+    def logits(self, outputs: DraftOutputs) -> ShardedLogits:
         return self._logits(outputs.normed)
 
     def sublayers(self) -> Iterator[Layer]:
@@ -317,7 +374,7 @@ class MtpHead(DraftHead):
         place: Placement,
         *,
         embedding: VocabEmbedding,
-        cache_index: int,
+        taps: Taps,
         target_norm: Norm,
         target_logits: Callable[[torch.Tensor], ShardedLogits],
     ) -> None:
@@ -330,7 +387,7 @@ class MtpHead(DraftHead):
             config,
             place,
             embedding=embedding,
-            cache_index=cache_index,
+            taps=taps,
             norms=(token_norm, state_norm, last_norm),
         )
         size, prefix = layer.hidden_size, layer.names.decoder_layer.format(0)
@@ -356,7 +413,7 @@ class MtpHead(DraftHead):
         residual = self._projection(self._part(torch.cat(pair, dim=1)))
         return HeadRows(self._input_norm(residual), residual)
 
-    def logits(self, outputs: HeadOutputs) -> ShardedLogits:
+    def logits(self, outputs: DraftOutputs) -> ShardedLogits:
         return self._target_logits(outputs.normed)
 
     def sublayers(self) -> Iterator[Layer]:

@@ -74,17 +74,17 @@ def attention_spec(
     block_size: int,
     device: torch.device,
     max_seq_len: int | None = None,
-    head: ModelConfig | None = None,
+    drafter: ModelConfig | None = None,
 ) -> AttentionSpec:
     """Return what the attention backend must support on this rank.
 
-    The layer of a draft head, `head`, follows the layers of the model.
+    The layers of `drafter`, a draft head or a draft model, follow the layers of the model.
     Layers that read the keys and values of an earlier layer have the entry of that layer. If all
     layers are recurrent, the blocks of the cache are those of a layer that does not exist.
     """
     layers = [attention_params(config, i, group) for i in config.cached_layers or (0,)]
-    if head is not None:
-        layers.append(attention_params(head, 0, group))
+    if drafter is not None:
+        layers += [attention_params(drafter, i, group) for i in drafter.cached_layers]
     return AttentionSpec(
         layers=tuple(layers),
         dtype=getattr(torch, config.dtype),
@@ -109,9 +109,8 @@ class DecoderSelfAttention(CompositeLayer):
         place: Placement,
         *,
         input_size: int | None = None,
-        cache_index: int | None = None,
     ) -> None:
-        """`input_size` and `cache_index` override the stream's size and the layer's cache."""
+        """`input_size` overrides the size of the stream."""
         group, device = place.group, place.device
         assert place.backend is not None
         params = attention_params(config, layer_index, group)
@@ -146,7 +145,7 @@ class DecoderSelfAttention(CompositeLayer):
             self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
         self._is_source = any(heads.source == layer_index for heads in config.layer_heads)
-        index = config.cache_indices[layer_index] if cache_index is None else cache_index
+        index = config.cache_indices[layer_index]
         assert index is not None
         self.layer = Attention(
             params,

@@ -1,8 +1,8 @@
-"""Drafts of a draft head, behind the sampled tokens of a step.
+"""Drafts of a draft head or a draft model, behind the sampled tokens of a step.
 
-The head reads all tokens of each step, so that the cache has the keys and values of its layer for
-all tokens, as for the layers of the target. Drafts then follow the last token of each sequence, one
-pass of the head after the other.
+The drafter reads all tokens of each step, so that the cache has the keys and values of its layers
+for all tokens, as for the layers of the target. Drafts then follow the last token of each sequence,
+one pass of the drafter after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from attention.gpu.metadata import GpuMetadataBuilder
     from attention.layer import Attention
-    from workers.models.draft_head import DraftHead, HeadOutputs, HeadRows, Taps
+    from workers.models.draft_head import DraftOutputs, RankDrafter
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.sampler import Sampler
     from workers.sampling.choice import Draws, IntArray
@@ -57,24 +57,22 @@ _MOST_TOKENS = 512
 
 
 class Drafting(ABC):
-    """Runs a draft head on the tokens of steps."""
+    """Runs a drafter on the tokens of steps."""
 
     def __init__(
         self,
-        head: DraftHead,
-        taps: Taps,
+        drafter: RankDrafter,
         kv_cache: torch.Tensor,
         *,
         batch: InputBatch,
         sampler: Sampler,
     ) -> None:
-        self._head = head
-        self._taps = taps
+        self._drafter = drafter
         self._kv_cache = kv_cache
         self._batch = batch
         self._sampler = sampler
         self._choice = sampler.choice
-        self._last_position = head.config.layer.max_positions - 1
+        self._last_position = drafter.layers.max_positions - 1
 
     def run(
         self,
@@ -89,14 +87,10 @@ class Drafting(ABC):
         the rows have. None without drafts, or without sampled tokens. On a GPU, the drafts are
         written when the device has run this, and valid until the next drafts.
         """
-        head = self._head
-        states = head.first_states(self._taps.of_step(len(inputs.token_ids)))
-        rows = head.rows(self._batch.next_tokens(inputs), states)
-        rotation = head.rotation(inputs.positions)
-        head.attend(rows, rotation, _Write(self._writer(inputs, metadata)))
+        states = self._read(inputs, metadata)
         if token_ids is None or not num_drafts:
             return None
-        return self._draft(inputs, rows, token_ids, num_drafts)
+        return self._draft(inputs, states, token_ids, num_drafts)
 
     def warm_up(self) -> None:  # noqa: B027  # Only a GPU compiles kernels.
         """Compile the kernels of drafts of a sequence."""
@@ -108,31 +102,44 @@ class Drafting(ABC):
         """Capture the smallest of the missing graphs; return False if none is missing."""
         return False
 
+    def _read(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor | None:
+        """Read all tokens of a step; return their states."""
+        drafter = self._drafter
+        if not drafter.lag:
+            attention = CachedAttention(self._kv_cache, metadata)
+            return drafter.read(inputs.token_ids, inputs.positions, attention)
+        write = _Write(self._writer(inputs, metadata))
+        return drafter.read(self._batch.next_tokens(inputs), inputs.positions, write)
+
     @abstractmethod
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
         """Return a function that writes the keys and values of all tokens of a step."""
 
     @abstractmethod
     def _draft(
-        self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
+        self,
+        inputs: StepInputs,
+        states: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        num_drafts: int,
     ) -> torch.Tensor:
-        """Return the drafts of each sequence; `rows` are those of all tokens."""
+        """Return the drafts of each sequence; `states` are those of all tokens."""
 
-    def _chosen(self, outputs: HeadOutputs, draw: _Draw | None) -> torch.Tensor:
+    def _chosen(self, outputs: DraftOutputs, draw: _Draw | None) -> torch.Tensor:
         """Return a token for each output, `[num_rows]` int64; any token if its scores are NaN.
 
         `draw` returns local maxima with the noise of the target, so that drafts are drawn as the
         target draws its tokens; without it, the likeliest tokens are drafted.
         """
-        logits, token_ids = self._head.logits(outputs), self._head.token_ids
+        logits, token_ids = self._drafter.logits(outputs), self._drafter.token_ids
         part, first_id = logits.part, logits.first_id
         if draw is None:
             maxima = self._choice.local_maxima(part, first_id)
             places = self._choice.tokens_of(logits.gather(maxima)).clamp_(min=0)
             return token_ids.index_select(0, places)
         # The noise is that of tokens of the target.
-        vocab_size = self._head.config.layer.vocab_size
-        scores = part.new_full((len(part), vocab_size), -torch.inf, dtype=torch.float32)
+        size = len(part), self._drafter.vocab_size
+        scores = part.new_full(size, -torch.inf, dtype=torch.float32)
         scores.index_copy_(1, token_ids[first_id : first_id + part.shape[1]], part.float())
         return self._choice.tokens_of(logits.gather(draw(scores))).clamp_(min=0)
 
@@ -142,8 +149,7 @@ class HostDrafting(Drafting):
 
     def __init__(
         self,
-        head: DraftHead,
-        taps: Taps,
+        drafter: RankDrafter,
         kv_cache: torch.Tensor,
         *,
         batch: InputBatch,
@@ -151,7 +157,7 @@ class HostDrafting(Drafting):
         builder: AttentionMetadataBuilder,
     ) -> None:
         """`builder` plans the passes of drafts, and nothing else."""
-        super().__init__(head, taps, kv_cache, batch=batch, sampler=sampler)
+        super().__init__(drafter, kv_cache, batch=batch, sampler=sampler)
         self._builder = builder
 
     def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> _Writer:
@@ -159,29 +165,33 @@ class HostDrafting(Drafting):
         return partial(metadata.write, kv_cache=self._kv_cache)
 
     def _draft(
-        self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
+        self,
+        inputs: StepInputs,
+        states: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        num_drafts: int,
     ) -> torch.Tensor:
-        head, found = self._head, list[torch.Tensor]()
+        drafter, found = self._drafter, list[torch.Tensor]()
         sampled = _last_sampled(inputs, token_ids)
-        row_ids, positions = inputs.sampled_rows[sampled], inputs.sampled_positions[sampled] - 1
+        row_ids, positions = inputs.sampled_rows[sampled], inputs.sampled_positions[sampled]
         places = torch.from_numpy(sampled)
+        token_ids = token_ids.index_select(0, places)
         if inputs.logits_indices is not None:
             places = inputs.logits_indices[places]
-        rows = rows.select(places)
+        if states is not None:
+            states = states.index_select(0, places)
         for number in range(num_drafts):
-            of_pass = np.minimum(positions + number, self._last_position)
+            of_pass = np.minimum(positions - drafter.lag + number, self._last_position)
             metadata = self._builder.build(self._batch.draft_batch(row_ids, of_pass))
             attention = CachedAttention(self._kv_cache, metadata)
-            rotation = head.rotation(torch.from_numpy(of_pass))
-            outputs = head.outputs(rows, head.attend(rows, rotation, attention))
+            outputs = drafter.run(token_ids, states, torch.from_numpy(of_pass), attention)
             draw = None
             if len(drawn := self._sampler.random_rows(row_ids)):
                 draw = partial(
-                    self._draw, drawn, self._sampler.draws(row_ids, positions + number + 2)
+                    self._draw, drawn, self._sampler.draws(row_ids, positions + number + 1)
                 )
-            found.append(self._chosen(outputs, draw))
-            if number < num_drafts - 1:
-                rows = head.rows(found[-1], outputs.states)
+            token_ids, states = self._chosen(outputs, draw), outputs.states
+            found.append(token_ids)
         return torch.stack(found, dim=1)
 
     def _draw(self, drawn: IntArray, draws: Draws, scores: torch.Tensor) -> torch.Tensor:
@@ -198,19 +208,19 @@ class DeviceDrafting(Drafting):
 
     def __init__(
         self,
-        head: DraftHead,
-        taps: Taps,
+        drafter: RankDrafter,
         kv_cache: torch.Tensor,
         *,
         batch: InputBatch,
         sampler: Sampler,
         builder: GpuMetadataBuilder,
         max_num_rows: int,
+        max_num_tokens: int,
         max_num_drafts: int,
         graphs: Any = None,  # Any: torch does not export the type
     ) -> None:
         """`graphs` is the memory of CUDA graphs; without it, each kernel is launched by itself."""
-        super().__init__(head, taps, kv_cache, batch=batch, sampler=sampler)
+        super().__init__(drafter, kv_cache, batch=batch, sampler=sampler)
         self._builder = builder
         device = kv_cache.device
         self._positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
@@ -231,7 +241,7 @@ class DeviceDrafting(Drafting):
         if graphs is not None:
             self._stream = torch.cuda.Stream(device)
         width = max_num_drafts + 1
-        limit = max(1, min(max_num_rows, min(_MOST_TOKENS, taps.max_num_tokens) // width))
+        limit = max(1, min(max_num_rows, min(_MOST_TOKENS, max_num_tokens) // width))
         self._sizes = sorted({limit, *(1 << bit for bit in range(limit.bit_length()))})
         """Numbers of sequences that steps of decodes are padded to."""
         num_tokens, num_rows = max(self._sizes, default=0) * width, max(self._sizes, default=0)
@@ -320,7 +330,11 @@ class DeviceDrafting(Drafting):
         )
 
     def _draft(
-        self, inputs: StepInputs, rows: HeadRows, token_ids: torch.Tensor, num_drafts: int
+        self,
+        inputs: StepInputs,
+        states: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        num_drafts: int,
     ) -> torch.Tensor:
         firsts, ends = _chain_bounds(inputs)
         indices = self._begin(inputs, token_ids, firsts, ends)
@@ -330,10 +344,13 @@ class DeviceDrafting(Drafting):
         )
         decodes = self._decodes_of(num_rows)
         decodes.place(0)
+        token_ids = token_ids.index_select(0, indices)
         if inputs.logits_indices is not None:
             indices = inputs.logits_indices.index_select(0, indices)
         draws = self._draws(inputs.sampled_rows[firsts])
-        found = self._passes(rows.select(indices), decodes, draws, num_drafts)
+        assert states is not None
+        states = states.index_select(0, indices)
+        found = self._passes(token_ids, states, decodes, draws, num_drafts)
         output = self._output[: num_rows * num_drafts]
         copy_to_host(output, found.view(-1))
         return output.view(num_rows, num_drafts)
@@ -394,19 +411,20 @@ class DeviceDrafting(Drafting):
 
     def _draft_decodes(self, phase: _Phase) -> None:
         """Read the tokens of a step of decodes, and write drafts to the host."""
-        head, begun, decodes = self._head, phase.begun, phase.decodes
+        begun, decodes = phase.begun, phase.decodes
         begin_drafts(
             begun, self._words, self._batch.all_tokens, max_num_drafts=self._max_num_drafts
         )
         decodes.place(0)
-        states = head.first_states(self._taps.of_step(len(begun.next_ids)))
-        rows = head.rows(begun.next_ids, states)
         write = partial(
             self._builder.write_layer, kv_cache=self._kv_cache, slot_mapping=begun.slots
         )
-        head.attend(rows, head.rotation(begun.places), _Write(write))
+        states = self._drafter.read(begun.next_ids, begun.places, _Write(write))
+        assert states is not None
+        token_ids = begun.next_ids.index_select(0, begun.indices)
+        states = states.index_select(0, begun.indices)
         number = self._max_num_drafts
-        found = self._passes(rows.select(begun.indices), decodes, phase.draws, number)
+        found = self._passes(token_ids, states, decodes, phase.draws, number)
         copy_to_host(phase.output.view(-1), found.view(-1))
 
     def _make_phase(self, size: int, *, has_draws: bool) -> _Phase:
@@ -489,19 +507,22 @@ class DeviceDrafting(Drafting):
         )
 
     def _passes(
-        self, rows: HeadRows, decodes: DraftDecodes, draws: _DeviceDraws | None, num_drafts: int
+        self,
+        token_ids: torch.Tensor,
+        states: torch.Tensor | None,
+        decodes: DraftDecodes,
+        draws: _DeviceDraws | None,
+        num_drafts: int,
     ) -> torch.Tensor:
         """Return the drafts, `[num_rows, num_drafts]`; the first token of each is placed."""
-        head, found = self._head, list[torch.Tensor]()
-        attention = _DeviceAttention(decodes)
+        found, attention = list[torch.Tensor](), _DeviceAttention(decodes)
         for number in range(num_drafts):
-            rotation = head.rotation(decodes.places)
-            outputs = head.outputs(rows, head.attend(rows, rotation, attention))
+            outputs = self._drafter.run(token_ids, states, decodes.places, attention)
             draw = None if draws is None else partial(draws.draw, number)
-            found.append(self._chosen(outputs, draw))
+            token_ids, states = self._chosen(outputs, draw), outputs.states
+            found.append(token_ids)
             if number < num_drafts - 1:
                 decodes.place(number + 1)
-                rows = head.rows(found[-1], outputs.states)
         return torch.stack(found, dim=1)
 
     def _decodes_of(self, num_rows: int) -> DraftDecodes:
@@ -509,7 +530,7 @@ class DeviceDrafting(Drafting):
         if decodes is None:
             decodes = self._decodes[num_rows] = DraftDecodes(
                 self._builder,
-                self._head.attention.layer_index,
+                self._drafter.layers.cache_offset,
                 self._kv_cache,
                 positions=self._positions[:num_rows],
                 num_slots=self._num_slots[:num_rows],

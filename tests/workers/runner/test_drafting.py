@@ -29,6 +29,7 @@ from pagedray.batch import (
 )
 from pagedray.config import SpeculationConfig, StepLimits
 from pagedray.errors import CheckpointError, StartupError
+from pagedray.model_config import DraftHeadConfig
 from pagedray.sampling_params import SamplingParams
 from tests.attention.shared_backend import SharedBackend
 from tests.workers.draft_reference import (
@@ -43,6 +44,7 @@ from tests.workers.draft_reference import (
     states_and_logits,
 )
 from workers.decoder_worker import DecoderWorker
+from workers.models.draft_head import DraftHead
 from workers.models.families.draft_heads import read_draft_head
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
@@ -227,19 +229,18 @@ def qwen3_5_of_attention(folder: Path) -> Path:
 def on_device(rank: Rank) -> None:
     """Have a rank draft as on a GPU."""
     worker, runner = rank.worker, rank.worker._runner
-    assert worker._head is not None
-    assert worker._taps is not None
+    assert worker._drafter is not None
     assert runner is not None
     builder = SharedBackend.make_metadata_builder(worker._spec)
     assert isinstance(builder, GpuMetadataBuilder)
     runner._drafting = drafting = DeviceDrafting(
-        worker._head,
-        worker._taps,
+        worker._drafter,
         runner._cache.device_pool,
         batch=runner._batch,
         sampler=runner._sampler,
         builder=builder,
         max_num_rows=8,
+        max_num_tokens=64,
         max_num_drafts=NUM_DRAFTS,
     )
     with torch.inference_mode():
@@ -480,14 +481,14 @@ def test_number_of_drafts_comes_from_the_checkpoint(tmp_path: Path) -> None:
     options = EngineOptions(device="cpu", speculative_config={"model": str(folder)})
     config = engine_config(TARGET, options)
     assert config.speculation == SpeculationConfig(method="eagle3", num_speculative_tokens=3)
-    assert config.draft_head is not None
-    assert config.draft_head.tapped_layers == LAYER_IDS
+    assert isinstance(config.drafter, DraftHeadConfig)
+    assert config.drafter.tapped_layers == LAYER_IDS
 
 
 def test_drafts_of_states_that_are_not_finite_are_tokens(tmp_path: Path) -> None:
     rank = Rank(original_folder(tmp_path / "head"))
-    taps = rank.worker._taps
-    assert taps is not None
+    assert isinstance(rank.worker._drafter, DraftHead)
+    taps = rank.worker._drafter._taps
     keep = taps.keep
     taps.keep = lambda layer, stream: keep(layer, stream * torch.nan)  # type: ignore[method-assign]  # spoils them
     output = rank.launch(

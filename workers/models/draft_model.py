@@ -1,0 +1,75 @@
+"""Draft models: whole decoders that draft tokens of a larger model, from tokens alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from workers.models.draft_head import DraftOutputs, RankDrafter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.model_config import ModelConfig
+    from workers.layers.sharded_logits import ShardedLogits
+    from workers.layers.weight import Layer
+    from workers.models.decoder import Decoder
+    from workers.models.self_attention import StepAttention
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel(RankDrafter):
+    """One rank's part of a draft model.
+
+    Tokens that only one of the vocabularies has are replaced; they are padding.
+    """
+
+    lag = 0
+
+    def __init__(self, decoder: Decoder, *, vocab_size: int) -> None:
+        """`vocab_size` is that of the target."""
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        token_ids = torch.arange(decoder.config.vocab_size, device=decoder.device)
+        self._token_ids = token_ids.clamp_(max=vocab_size - 1)
+
+    @property
+    def layers(self) -> ModelConfig:
+        return self._decoder.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self._token_ids
+
+    def read(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> None:
+        self._decoder.run_layers(self._known(token_ids), positions, attention)
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        states: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: StepAttention,
+    ) -> DraftOutputs:
+        del states
+        hidden = self._decoder.forward(self._known(token_ids), positions, attention, None)
+        return DraftOutputs(hidden, None)
+
+    def logits(self, outputs: DraftOutputs) -> ShardedLogits:
+        return self._decoder.logits(outputs.normed)
+
+    def sublayers(self) -> Iterator[Layer]:
+        yield self._decoder
+
+    def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return tokens of the vocabulary of the draft model."""
+        size = self._decoder.config.vocab_size
+        return token_ids if size >= self._vocab_size else token_ids.clamp(max=size - 1)
