@@ -388,6 +388,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """int32 in native byte order, `[num_sequences, StepPlan.num_drafts]`: guesses of the tokens
     that follow the tokens of each sampled sequence. Those of a chain follow the token after its
     last right draft."""
+    idle_s: float = 0.0
+    """How long the rank had no step to compute before this step, in seconds; 0 if not measured."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):

@@ -4,7 +4,9 @@
 
 Requests run together on a model with the costs of Llama-8B on an H200, where steps of one row and
 of 8, 16 and 64 rows were measured (bench/results/account_few_rows.json). Each draft is right with
-the same probability. A fixed number of drafts is that of every sequence in every step.
+the same probability. A fixed number of drafts is that of every sequence in every step. Before a
+plan that waits for tokens, ranks are idle for `--gap-ms`. With `--head`, a draft head makes the
+drafts, and each pass of it takes `--pass-ms`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import msgspec
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.speculation import Speculator
 from cluster.simulation.step_cost import LLAMA_8B_H200, StepCost
-from cluster.simulation.virtual_replica import VirtualDrafter, VirtualReplica
+from cluster.simulation.virtual_replica import VirtualDrafter, VirtualHead, VirtualReplica
 from pagedray.config import SchedulerConfig, SpeculationConfig
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "Setting", "compare"]
 
 _MEASURED = StepCost(
     points=((1, 4.14e-3), (8, 4.3e-3), (16, 4.37e-3), (64, 4.9e-3), (256, 8.7e-3), (2048, 46.3e-3))
@@ -42,7 +44,6 @@ _COST = msgspec.structs.replace(
         for before, largest in pairwise((0, *_GRAPHS))
         for number in sorted({before + 1, largest})
     ),
-    gap_s=0.0004,
 )
 _FIXED = (0, 1, 2, 3, 4, 8)
 _MOST = 8
@@ -56,8 +57,23 @@ class _FixedDrafts(Speculator):
     def is_worth_waiting(self, running: Sequence[ScheduledSequence], *, room: int) -> bool:
         return True
 
+    def num_head_drafts(self, num_sequences: int, *, room: int) -> int:
+        return self._num_drafts
+
     def _chosen(self, offers: list[object], *, num_rows: int, room: int) -> Counter[int]:  # type: ignore[override]  # it reads only their number
         return Counter(dict.fromkeys(range(len(offers)), self._num_drafts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What drafts cost, and how often they are right."""
+
+    acceptance: float
+    """How likely a draft is right, if all before it are."""
+    gap_s: float = 0.0004
+    pass_s: float = 0.0
+    """Time of a pass of a draft head; without a head, drafts cost nothing."""
+    has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,28 +95,38 @@ class Comparison:
         return self.adaptive / self.fixed[self.best]
 
 
-def compare(num_requests: int, acceptance: float, *, num_tokens: int = _NUM_TOKENS) -> Comparison:
-    """Return the rates of requests; drafts are right with the probability `acceptance`."""
+def compare(num_requests: int, setting: Setting, *, num_tokens: int = _NUM_TOKENS) -> Comparison:
+    """Return the rates of requests that run together."""
     num_output_tokens = min(max(300, num_tokens // num_requests), 2000)
-    fixed = {}
-    for number in _FIXED:
-        speculator = None
-        if number:
-            config = SpeculationConfig(num_speculative_tokens=number)
-            speculator = _FixedDrafts(config, VirtualDrafter(acceptance=acceptance))
-        fixed[number] = _rate(num_requests, num_output_tokens, speculator)
-    config = SpeculationConfig(num_speculative_tokens=_MOST)
-    adaptive = Speculator(config, VirtualDrafter(acceptance=acceptance))
-    return Comparison(fixed=fixed, adaptive=_rate(num_requests, num_output_tokens, adaptive))
+    fixed = {
+        number: _rate(num_requests, num_output_tokens, setting, _FixedDrafts, number)
+        for number in _FIXED
+    }
+    adaptive = _rate(num_requests, num_output_tokens, setting, Speculator, _MOST)
+    return Comparison(fixed=fixed, adaptive=adaptive)
 
 
-def _rate(num_requests: int, num_output_tokens: int, speculator: Speculator | None) -> float:
+def _rate(
+    num_requests: int,
+    num_output_tokens: int,
+    setting: Setting,
+    kind: type[Speculator],
+    num_drafts: int,
+) -> float:
+    speculator, head = None, None
+    if num_drafts and setting.has_head:
+        head = VirtualHead(acceptance=setting.acceptance)
+        speculator = kind(SpeculationConfig(method="eagle3", num_speculative_tokens=num_drafts))
+    elif num_drafts:
+        config = SpeculationConfig(num_speculative_tokens=num_drafts)
+        speculator = kind(config, VirtualDrafter(acceptance=setting.acceptance))
     replica = VirtualReplica(
         SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192),
         KvOptions(block_size=16, num_blocks=60_000, num_cpu_blocks=0),
-        _COST,
+        msgspec.structs.replace(_COST, gap_s=setting.gap_s, pass_s=setting.pass_s),
         max_model_len=4000,
         speculator=speculator,
+        head=head,
     )
     for number in range(num_requests):
         replica.submit([1000 + number] * 100, num_output_tokens=num_output_tokens)
@@ -112,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.8])
+    parser.add_argument("--gap-ms", type=float, default=0.4)
+    parser.add_argument("--pass-ms", type=float, default=0.22)
+    parser.add_argument("--head", action="store_true")
     options = parser.parse_args()
     print(
         "| requests | right | tok/s without | best fixed number | tok/s | adaptive, tok/s | ratio |"
@@ -119,7 +148,13 @@ def main() -> None:
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for num_requests in options.requests:
         for acceptance in options.acceptance:
-            found = compare(num_requests, acceptance)
+            setting = Setting(
+                acceptance=acceptance,
+                gap_s=options.gap_ms / 1e3,
+                pass_s=options.pass_ms / 1e3 if options.head else 0.0,
+                has_head=options.head,
+            )
+            found = compare(num_requests, setting)
             rates = f"{found.fixed[0]:.0f} | {found.best} | {found.fixed[found.best]:.0f}"
             adaptive = f"{found.adaptive:.0f} | {found.ratio:.3f}"
             print(f"| {num_requests} | {acceptance} | {rates} | {adaptive} |", flush=True)

@@ -254,6 +254,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     chains: list[Chain] = []
     """Sequences with drafts, which follow the other sampled sequences. No plan is made before their
     output is known."""
+    is_alone: bool = False
+    """Whether no other plan was in flight when it was made."""
 
     def cut_chains(self, num_usable: Mapping[Sequence, int]) -> None:
         """Accept at most so many drafts of some chains."""

@@ -293,7 +293,14 @@ class Scheduler:
         masked = _masked_rows(draft) if self._has_structures else []
         self._in_flight.append(
             InFlightStep(
-                plan, sampled, draft.prefilled, [], prompt_logprob_rows, masked, draft.chains
+                plan,
+                sampled,
+                draft.prefilled,
+                [],
+                prompt_logprob_rows,
+                masked,
+                draft.chains,
+                is_alone=not self._in_flight,
             )
         )
         self._step += 1
@@ -312,7 +319,7 @@ class Scheduler:
         if self._cost_meter is not None:
             self._cost_meter.note_output(in_flight.plan, output)
         if self._speculator is not None and output.forward_s and not in_flight.plan.chunks:
-            self._speculator.note_step(in_flight.plan, output.forward_s)
+            self._speculator.note_step(in_flight.plan, output, is_alone=in_flight.is_alone)
         return self._outputs.read_output(in_flight, output)
 
     def masked_step(self) -> MaskedStep | None:

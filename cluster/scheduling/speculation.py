@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.drafters import Drafter
     from cluster.scheduling.sequence import Sequence
     from cluster.scheduling.suffix_decoding import PastAnswers
-    from pagedray.batch import StepPlan
+    from pagedray.batch import StepOutput, StepPlan
     from pagedray.config import SpeculationConfig
 
 __all__ = ["Chain", "RowTimes", "Speculator"]
@@ -60,8 +60,12 @@ _LEAST_FORCED_RATE = 0.3
 """The least rate of these tokens, so that they are tried again."""
 _FORCED_WEIGHT = 0.02
 """Weight of such a token in their rate."""
-_GAP_S = 0.0003
-"""Time between steps without a plan that was made ahead."""
+_FIRST_GAP_S = 0.0003
+"""Gap that is assumed as long as none was measured."""
+_GAP_WEIGHT = 0.2
+"""Weight of a step in the gaps."""
+_GAP_DECAY = 0.0005
+"""Part of the gap that is dropped in each step without it, so that it is measured again."""
 _MOST_PAUSED = 8
 """Tokens of a sequence without guesses after several misses, if many sequences are running."""
 _MOST_WAITING = 256
@@ -105,6 +109,25 @@ class RowTimes:
         self._drift_s = 0.0
         """By how much steps are slower than when they were measured, for each row and 64 more."""
         self._num_steps = 0
+        self.idle_s = 0.0
+        """How long ranks wait for plans that are made during the step before."""
+        self._gap_s = _FIRST_GAP_S
+
+    @property
+    def gap_s(self) -> float:
+        """By how much longer ranks wait for a plan that is made after the step before."""
+        return self._gap_s
+
+    def note_idle(self, seconds: float, *, has_gap: bool) -> None:
+        """Note how long ranks waited for a plan, which has a gap if it was made after the step."""
+        if has_gap:
+            gap_s = min(max(seconds - self.idle_s, 0.0), 2 * self._gap_s)
+            self._gap_s += _GAP_WEIGHT * (gap_s - self._gap_s)
+            self._gap_s = max(self._gap_s, _LEAST_S)
+        else:
+            idle_s = min(seconds, self.idle_s + _FIRST_GAP_S)
+            self.idle_s += _GAP_WEIGHT * (idle_s - self.idle_s)
+            self._gap_s = max(self._gap_s * (1 - _GAP_DECAY), min(self._gap_s, _FIRST_GAP_S))
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Note the duration of a step of decodes."""
@@ -348,13 +371,20 @@ class Speculator:
                 break
             num_tokens += survival
             step_s = self.times.time_of(num_rows) + number * self._pass_s
-            rate = num_tokens / (step_s + _GAP_S)
+            rate = num_tokens / (step_s + self.times.gap_s)
             if rate > best_rate:
                 best, best_rate = number, rate
         return best
 
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note the duration of a step of decodes."""
+    def note_step(self, plan: StepPlan, output: StepOutput, *, is_alone: bool) -> None:
+        """Note the duration of a step of decodes.
+
+        It `is_alone` if its plan was made after the step before.
+        """
+        # Before sequences start, there may have been nothing to do.
+        if not plan.starts:
+            self.times.note_idle(output.idle_s, has_gap=is_alone or plan.is_overlapped)
+        seconds = output.forward_s + self.times.idle_s
         num_rows, number = len(plan.decodes), plan.num_drafts
         if number and not plan.decodes.draft_ids and self.times.has_measured(num_rows):
             pass_s = max(seconds - self.times.time_of(num_rows), 0.0) / number
@@ -449,7 +479,7 @@ class Speculator:
             # Until the next size of steps, more drafts take no more time.
             if number < len(candidates) and _size_of(num_rows + number) > num_rows + number:
                 continue
-            rate = num_tokens / (self.times.time_of(num_rows + number) + _GAP_S)
+            rate = num_tokens / (self.times.time_of(num_rows + number) + self.times.gap_s)
             if rate > best_rate:
                 num_best, best_rate = number, rate
         return Counter(index for _, index in candidates[:num_best])

@@ -42,6 +42,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time for each block that is copied back."""
     gap_s: float = 0.0
     """Time before a step of which the plan was not made during another step."""
+    pass_s: float = 0.0
+    """Time of a pass of a draft head, which guesses a token of each sequence."""
 
     def __post_init__(self) -> None:
         numbers = [number for number, _ in self.points]
@@ -52,7 +54,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not 0 <= numbers[0] <= numbers[-1] <= MOST_TOKENS:
             raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
         values = [value for _, value in self.points]
-        values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s, self.gap_s]
+        values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s]
+        values += [self.gap_s, self.pass_s]
         if not all(0.0 <= value <= _LONGEST_S for value in values):
             raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
         if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:
@@ -82,7 +85,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if not plan.num_tokens:
             return 0.0
-        seconds = self.tokens_s(plan.num_tokens)
+        seconds = self.tokens_s(plan.num_tokens) + self.pass_s * plan.num_drafts
         if self.context_s:
             num_attended = plan.decodes.num_pairs + sum(
                 chunk.num_pairs for chunk in plan.chunks if chunk.num_tokens == 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.simulation.virtual_copies import VirtualCopies
-from pagedray.batch import StepOutput
+from pagedray.batch import StepOutput, pack_token_ids
 from pagedray.errors import RequestError
 from pagedray.request import Request
 from pagedray.sampling_params import SamplingParams
@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from pagedray.batch import StepPlan
     from pagedray.config import SchedulerConfig
 
-__all__ = ["EOS", "VirtualCall", "VirtualDrafter", "VirtualReplica", "distinct_prompt"]
+__all__ = [
+    "EOS",
+    "VirtualCall",
+    "VirtualDrafter",
+    "VirtualHead",
+    "VirtualReplica",
+    "distinct_prompt",
+]
 
 EOS = 2
 TOKEN = 7
@@ -102,13 +109,34 @@ class VirtualDrafter:
         return guesses[first : first + limit]
 
 
+class VirtualHead:
+    """Guesses tokens behind steps, as draft heads on ranks; each is right by the same chance."""
+
+    def __init__(self, *, acceptance: float) -> None:
+        self.acceptance = acceptance
+        self._rng = random.Random(5)
+
+    def guesses(self, plan: StepPlan) -> bytes:
+        """Return what `StepOutput.draft_ids` of a plan has."""
+        rows = {one.row for one in plan.sequences if one.is_sampled}
+        guesses = [
+            TOKEN if self._rng.random() < self.acceptance else TOKEN + 1
+            for _ in range(len(rows) * plan.num_drafts)
+        ]
+        return pack_token_ids(guesses)
+
+
 class _Flight(NamedTuple):
     """A step that was launched."""
 
     step: int
     token_ids: list[int]
     """The tokens that it samples."""
+    draft_ids: bytes
+    """The guesses of a draft head behind it."""
     forward_s: float
+    idle_s: float
+    """How long the ranks waited for its plan."""
     ended_s: float
     copied_s: float
     """When it and all copies up to it have ended."""
@@ -126,10 +154,11 @@ class VirtualReplica:
         max_model_len: int,
         disk: VirtualDisk | None = None,
         speculator: Speculator | None = None,
+        head: VirtualHead | None = None,
     ) -> None:
         """The `disk` stores the disk blocks of `kv`; without a disk, `kv` must have none.
 
-        Sequences have drafts if there is a `speculator`.
+        Sequences have drafts if there is a `speculator`, which may need a draft `head`.
         """
         assert disk is not None or not kv.num_disk_blocks
         self.scheduler = Scheduler(
@@ -141,6 +170,7 @@ class VirtualReplica:
         self._disk = disk if self.scheduler.has_disk else None
         self.block_size = kv.block_size
         self._cost = cost
+        self._head = head
         self._copies = VirtualCopies(cost, num_blocks=kv.num_blocks)
         self.now_s = 0.0
         self.num_steps = 0
@@ -251,14 +281,18 @@ class VirtualReplica:
         if self._disk is not None:
             self._disk.launch(plan, self.now_s)
         token_ids = self._sample(plan)
+        draft_ids = b"" if self._head is None else self._head.guesses(plan)
         if not self._in_flight:
             self.now_s += self._cost.gap_s
+        idle_s = max(self.now_s - self._step_ended_s, 0.0)
         steps_ended_s = max(self.now_s, self._step_ended_s)
         begins_s = self._copies.launch(plan, now_s=self.now_s, steps_ended_s=steps_ended_s)
         forward_s = self._cost.forward_s(plan)
         ended_s = self._step_ended_s = begins_s + forward_s
         copied_s = max(ended_s, self._copies.ended_s)
-        self._in_flight.append(_Flight(plan.step, token_ids, forward_s, ended_s, copied_s))
+        self._in_flight.append(
+            _Flight(plan.step, token_ids, draft_ids, forward_s, idle_s, ended_s, copied_s)
+        )
 
     def _sample(self, plan: StepPlan) -> list[int]:
         for start in plan.starts:
@@ -284,6 +318,8 @@ class VirtualReplica:
                 forward_s=flight.forward_s,
                 swap_s=swap_s,
                 num_swapped=num_swapped,
+                draft_ids=flight.draft_ids,
+                idle_s=flight.idle_s,
             )
         )
         self._unacknowledged.append(flight)

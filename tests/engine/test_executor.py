@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from itertools import count
@@ -47,6 +48,21 @@ def test_step_reports_the_times_of_its_swaps_and_its_forward_pass() -> None:
     assert prefill.forward_s > 0.0
     assert prefill.swap_s == 0.0
     assert swap.swap_s > 0.0
+
+
+def test_step_reports_how_long_the_rank_had_nothing_to_compute() -> None:
+    executor = LocalExecutor(config(), lambda what, fraction: None)
+    start = SequenceStart(0, pack_token_ids([5, 6, 7]), 3, [1], SamplingParams(), 0, 0)
+    executor.submit_plan(StepPlan(0, [SequencePlan(0, 0, 3, True)], [start]))
+    first = executor.collect_output()
+    time.sleep(0.05)
+    for step in (1, 2):
+        executor.submit_plan(StepPlan(step, [SequencePlan(0, 2 + step, 1, True)]))
+    late, ahead = executor.collect_output(), executor.collect_output()
+    executor.close()
+    assert first.idle_s == 0.0
+    assert late.idle_s >= 0.05
+    assert 0.0 <= ahead.idle_s < late.idle_s
 
 
 def test_steps_are_acknowledged_in_order_once_their_copies_have_ended() -> None:

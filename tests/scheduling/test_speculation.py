@@ -16,10 +16,11 @@ from cluster.scheduling.speculation import (
     RowTimes,
     Speculator,
 )
-from pagedray.batch import StepOutput, pack_token_ids
+from pagedray.batch import Decodes, SequenceStart, StepOutput, StepPlan, pack_token_ids
 from pagedray.config import SpeculationConfig
 from pagedray.errors import StartupError
 from pagedray.request import FinishReason
+from pagedray.sampling_params import SamplingParams
 from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
 from tests.scheduling.harness import Harness
 
@@ -175,6 +176,41 @@ def test_the_gap_of_a_step_outweighs_the_drafts_of_a_few_of_many_rows() -> None:
     flat = {8: 0.001, 16: 0.001}
     assert num_bought(speculator(flat, [0.05] * 4), num_sequences=8) == []
     assert num_bought(speculator(flat, [0.9] * 4), num_sequences=8) != []
+
+
+def note_steps(
+    made: Speculator, *, idle_s: float, is_alone: bool = True, **fields: Any
+) -> None:  # Any: fields of any type
+    """Note many steps of 8 decodes that take a millisecond, and that ranks waited for."""
+    plan = StepPlan(0, [], decodes=Decodes.pack(range(8), range(8)), **fields)
+    for _ in range(60):
+        made.note_step(plan, StepOutput(0, [], forward_s=0.001, idle_s=idle_s), is_alone=is_alone)
+
+
+def test_drafts_are_bought_if_they_outweigh_the_gap_before_plans_that_wait() -> None:
+    made = speculator({8: 0.001, 16: 0.001}, [0.9, 0.5, 0.5, 0.5])
+    assert num_bought(made, num_sequences=8, room=8) == [1] * 8
+    # Ranks also wait for requests.
+    start = SequenceStart(0, b"", 1, [0], SamplingParams(), 0, 0)
+    note_steps(made, idle_s=1.0, starts=[start])
+    assert num_bought(made, num_sequences=8, room=8) == [1] * 8
+    note_steps(made, idle_s=0.001)
+    assert num_bought(made, num_sequences=8, room=8) == []
+    # A plan that overlaps with the step before has no gap.
+    note_steps(made, idle_s=0.0, is_alone=False, is_overlapped=True)
+    assert num_bought(made, num_sequences=8, room=8) == [1] * 8
+
+
+def test_a_gap_is_the_time_that_ranks_wait_longer_than_for_plans_made_ahead() -> None:
+    made = speculator({8: 0.001, 16: 0.001}, [0.9] * 4)
+    # The controller takes longer than the device.
+    note_steps(made, idle_s=0.002, is_alone=False)
+    note_steps(made, idle_s=0.003)
+    assert made.times.gap_s == pytest.approx(0.001, rel=0.05)
+    assert made.times.time_of(8) == pytest.approx(0.003, rel=0.05)
+    # A single step may have had to wait for anything.
+    made.times.note_idle(10.0, has_gap=True)
+    assert made.times.gap_s < 0.0013
 
 
 def survivals_of(made: Speculator, sequence: Sequence) -> list[float]:

@@ -24,7 +24,7 @@ from workers.runner.block_swaps import (
     SwapStreams,
 )
 from workers.runner.overlapped_plans import completed_plan
-from workers.runner.pending_tokens import PendingTokens, Sample
+from workers.runner.pending_tokens import LastStep, PendingTokens, Sample
 from workers.runner.step_graphs import dropped_capture
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class ModelRunner:
         self._prompts = Prompts()
         self._latest: tuple[StepPlan, PendingTokens] | None = None
         """The latest step with tokens, if there is a draft head."""
+        self._last_step = LastStep()
 
     @torch.inference_mode()
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -144,6 +145,7 @@ class ModelRunner:
             sample,
             needs_masks=needs_masks,
             started=started,
+            last_step=self._last_step,
             swaps=self._swaps,
             fence=fence,
             device=device,

@@ -21,10 +21,18 @@ if TYPE_CHECKING:
     from workers.sampler import Sampled
     from workers.sampling.logprobs import PromptReport
 
-__all__ = ["PendingTokens", "Sample"]
+__all__ = ["LastStep", "PendingTokens", "Sample"]
 
 Sample: TypeAlias = "Callable[[StepMasks | None], Sampled]"
 """Samples the tokens of a step, given its masks if it needs some."""
+
+
+class LastStep:
+    """The end of the latest step of a rank."""
+
+    def __init__(self) -> None:
+        self.done: DeviceEvent | None = None
+        """None before the first step has ended."""
 
 
 class PendingTokens:
@@ -40,6 +48,7 @@ class PendingTokens:
         *,
         needs_masks: bool,
         started: DeviceEvent,
+        last_step: LastStep,
         swaps: BlockSwaps,
         fence: SwapFence,
         device: torch.device,
@@ -52,6 +61,8 @@ class PendingTokens:
         self._sample = sample
         self._sampled: Sampled | None = None
         self._started = started
+        self._last_step = last_step
+        self._last_done = last_step.done
         self._swaps = swaps
         self._fence = fence
         self._device = device
@@ -100,6 +111,7 @@ class PendingTokens:
             num_swapped=num_swapped,
             is_acknowledged=self.is_copied,
             draft_ids=_packed(None if sampled is None else sampled.draft_ids),
+            idle_s=self._idle_s,
         )
 
     @torch.inference_mode()
@@ -108,7 +120,12 @@ class PendingTokens:
             # The tokens are on the host before the step's event.
             self._sampled = self._sample(masks)
             self._sample = None
-        self._done = record_event(self._device)
+        self._done = self._last_step.done = record_event(self._device)
+
+    @property
+    def _idle_s(self) -> float:
+        last_done = self._last_done
+        return 0.0 if last_done is None else last_done.elapsed_time(self._started) / 1e3
 
 
 def _packed(draft_ids: torch.Tensor | None) -> bytes:
