@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import isinf
-from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from cluster.serving.intake import LARGEST, RequestSize, check_num_messages
@@ -32,6 +32,7 @@ __all__ = [
     "Defaults",
     "OpenPart",
     "check_counts",
+    "described",
     "json_text",
     "missing_field",
     "named_schema",
@@ -284,6 +285,13 @@ class Body(BodyPart):
 
     def check_fields(self) -> None:
         """Raise InvalidRequestError if parameters cannot be used together."""
+
+
+def described(
+    text: str, default: object = None, /, *, alias: str | None = None, **schema: JsonValue
+) -> Any:  # Any: a pydantic field
+    """Return a field with a description and more of its schema; `...` is no default."""
+    return Field(default, alias=alias, description=text, json_schema_extra=schema or None)
 
 
 def named_schema(name: str) -> dict[str, JsonValue]:

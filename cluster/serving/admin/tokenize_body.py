@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import FailFast, Field
+from pydantic import FailFast
 
 from cluster.serving.inputs import TokenizeInput
-from cluster.serving.json_body import Body
+from cluster.serving.json_body import Body, described
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools, tools_field
 from cluster.serving.text.template_arguments import (
@@ -36,38 +36,32 @@ class TokenizeBody(Body):
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages",))
 
-    model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
-    prompt: str | None = Field(None, description="The text to tokenize.")
-    messages: Annotated[list[Message], FailFast()] = Field(
+    model: str | None = described("The name of the model, which `/v1/models` lists.")
+    prompt: str | None = described("The text to tokenize.")
+    messages: Annotated[list[Message], FailFast()] = described(
+        "The conversation to tokenize, as in /v1/chat/completions.",
         [],
-        description="The conversation to tokenize, as in /v1/chat/completions.",
-        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
+        minItems=1,
+        maxItems=MAX_MESSAGES,
     )
-    add_special_tokens: bool | None = Field(
-        None, description="Whether special tokens are added to `prompt`; true by default."
+    add_special_tokens: bool | None = described(
+        "Whether special tokens are added to `prompt`; true by default."
     )
-    add_generation_prompt: bool = Field(True, description="As in /v1/chat/completions.")
-    continue_final_message: bool = Field(False, description="As in /v1/chat/completions.")
+    add_generation_prompt: bool = described("As in /v1/chat/completions.", True)
+    continue_final_message: bool = described("As in /v1/chat/completions.", False)
     tools: Any = tools_field()
-    chat_template: str | None = Field(
-        None, description="As in /v1/chat/completions; requires messages."
+    chat_template: str | None = described("As in /v1/chat/completions; requires messages.")
+    chat_template_kwargs: Any = described(  # Any: JSON
+        "As in /v1/chat/completions; requires messages.", type="object"
     )
-    chat_template_kwargs: Any = Field(  # Any: JSON
-        None,
-        description="As in /v1/chat/completions; requires messages.",
-        json_schema_extra={"type": "object"},
+    documents: Any = described(  # Any: JSON
+        "As in /v1/chat/completions; requires messages.",
+        type="array",
+        items={"type": "object"},
+        maxItems=MAX_DOCUMENTS,
     )
-    documents: Any = Field(  # Any: JSON
-        None,
-        description="As in /v1/chat/completions; requires messages.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "object"},
-            "maxItems": MAX_DOCUMENTS,
-        },
-    )
-    return_token_strs: bool = Field(
-        False, description="Whether the response has the tokens as the vocabulary spells them."
+    return_token_strs: bool = described(
+        "Whether the response has the tokens as the vocabulary spells them.", False
     )
 
     def check_fields(self) -> None:
@@ -123,10 +117,9 @@ class DetokenizeBody(Body):
 
     ids_field: ClassVar[str | None] = "tokens"
 
-    model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
-    tokens: Any = Field(  # Any: checked by the servicer
-        description="The token ids to detokenize.",
-        json_schema_extra={"type": "array", "items": {"type": "integer", "minimum": 0}},
+    model: str | None = described("The name of the model, which `/v1/models` lists.")
+    tokens: Any = described(  # Any: checked by the servicer
+        "The token ids to detokenize.", ..., type="array", items={"type": "integer", "minimum": 0}
     )
 
     def token_ids(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from cluster.serving.json_body import OpenPart, missing_field, named_schema, read_part
+from cluster.serving.json_body import OpenPart, described, missing_field, named_schema, read_part
 from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, check_id
 from pagedray.errors import InvalidRequestError
@@ -71,7 +71,7 @@ class ToolResultBlock(OpenPart):
             "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("TextBlock")}]
         },
     )
-    is_error: bool = Field(False, description="Whether the model sees `Error: ` before the text.")
+    is_error: bool = described("Whether the model sees `Error: ` before the text.", False)
 
 
 class ThinkingBlock(OpenPart):

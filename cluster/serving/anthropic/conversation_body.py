@@ -20,6 +20,7 @@ from cluster.serving.json_body import (
     BodyPart,
     Defaults,
     OpenPart,
+    described,
     json_text,
     named_schema,
     read_part,
@@ -64,9 +65,7 @@ class AnthropicTool(OpenPart):
     input_schema: Any = Field(json_schema_extra={"type": "object"})  # Any: a JSON schema
     defer_loading: Literal[False] = False
     allowed_callers: list[Literal["direct"]] | None = None
-    strict: bool | None = Field(
-        None, description="Whether calls that are not forced follow the schema, too."
-    )
+    strict: bool | None = described("Whether calls that are not forced follow the schema, too.")
 
 
 class AnthropicToolChoice(BodyPart):
@@ -124,13 +123,11 @@ class Thinking(BodyPart):
         "the model does not reason, or may reason several times in a turn, as gpt-oss.",
         0,
     )
-    block_binding: Any = Field(  # Any: a hint
-        None, description="Ignored; thinking blocks are valid in every conversation."
+    block_binding: Any = described(  # Any: a hint
+        "Ignored; thinking blocks are valid in every conversation."
     )
-    display: str | None = Field(
-        None,
-        description="Ignored; thoughts are always returned, so that the conversation may contain "
-        "them.",
+    display: str | None = described(
+        "Ignored; thoughts are always returned, so that the conversation may contain them."
     )
 
 
@@ -183,44 +180,35 @@ class ConversationBody(Body):
     }
     with_nulls: ClassVar[frozenset[str]] = frozenset(("thinking", "tool_choice"))
 
-    model: str = Field(description="The name of the model, which `/v1/models` lists.")
-    messages: Annotated[list[AnthropicMessage], FailFast()] = Field(
-        description="The messages of the conversation; the response continues a last message of "
-        "the assistant.",
-        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
+    model: str = described("The name of the model, which `/v1/models` lists.", ...)
+    messages: Annotated[list[AnthropicMessage], FailFast()] = described(
+        "The messages of the conversation; the response continues a last message of the assistant.",
+        ...,
+        minItems=1,
+        maxItems=MAX_MESSAGES,
     )
-    system: Any = Field(  # Any: read where it is used
-        None,
-        description="A system message before the other messages.",
-        json_schema_extra={
-            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("TextBlock")}]
-        },
+    system: Any = described(  # Any: read where it is used
+        "A system message before the other messages.",
+        anyOf=[{"type": "string"}, {"type": "array", "items": named_schema("TextBlock")}],
     )
-    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
-        None,
-        description="Functions that the model may call.",
-        json_schema_extra={
-            "type": "array",
-            "items": named_schema("AnthropicTool"),
-            "maxItems": MAX_TOOLS,
-        },
+    tools: Any = described(  # Any: read separately, which keeps nulls in schemas
+        "Functions that the model may call.",
+        type="array",
+        items=named_schema("AnthropicTool"),
+        maxItems=MAX_TOOLS,
     )
-    tool_choice: AnthropicToolChoice | None = Field(
-        None,
-        description="Whether the model must call a function (`any` or `tool`), may call one "
-        "(`auto`), or must not call any (`none`).",
+    tool_choice: AnthropicToolChoice | None = described(
+        "Whether the model must call a function (`any` or `tool`), may call one (`auto`), or must "
+        "not call any (`none`)."
     )
-    thinking: Thinking | None = Field(
-        None,
-        description="Sets `enable_thinking` of the chat template; `budget_tokens` limits the "
-        "model's reasoning.",
+    thinking: Thinking | None = described(
+        "Sets `enable_thinking` of the chat template; `budget_tokens` limits the model's reasoning."
     )
     chat_template_kwargs: Any = template_variables_field()
-    output_config: Any = Field(  # Any: read where it is used
-        None,
-        description="`effort` sets `reasoning_effort` and `enable_thinking` of the chat template, "
-        "and `format` is a constraint on the text of the response.",
-        json_schema_extra=named_schema("OutputConfig"),
+    output_config: Any = described(  # Any: read where it is used
+        "`effort` sets `reasoning_effort` and `enable_thinking` of the chat template, and "
+        "`format` is a constraint on the text of the response.",
+        **named_schema("OutputConfig"),
     )
 
     def check_fields(self) -> None:
@@ -427,17 +415,12 @@ class MessagesBody(ConversationBody):
         "stop": "stop_sequences",
     }
 
-    max_tokens: int = Field(
-        description="Maximum number of tokens to generate.", json_schema_extra={"minimum": 1}
-    )
-    stop_sequences: Any = Field(  # Any: checked by the validator
-        None,
-        description="Strings that end the output.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-            "maxItems": MAX_STOP,
-        },
+    max_tokens: int = described("Maximum number of tokens to generate.", ..., minimum=1)
+    stop_sequences: Any = described(  # Any: checked by the validator
+        "Strings that end the output.",
+        type="array",
+        items={"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        maxItems=MAX_STOP,
     )
     temperature: float | None = bounds("Sampling temperature; 0 is greedy.", 0, 100)
     top_p: float | None = bounds(
@@ -447,9 +430,7 @@ class MessagesBody(ConversationBody):
         "Number of most likely tokens to sample from; 0 or -1 samples from all.", -1
     )
     cache_salt: str | None = cache_salt_field()
-    stream: bool = Field(
-        False, description="Whether the response is a stream of server-sent events."
-    )
+    stream: bool = described("Whether the response is a stream of server-sent events.", False)
 
     def to_input(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.serving.json_body import Body, BodyPart, json_text, named_schema, read_part
+from cluster.serving.json_body import Body, BodyPart, described, json_text, named_schema, read_part
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES
 from cluster.serving.openai.bodies.messages import read_choice_of
 from cluster.serving.openai.bodies.sampling_fields import (
@@ -50,13 +50,13 @@ class AllowedFunctions(BodyPart):
 class Reasoning(BodyPart):
     """Sets `reasoning_effort` of the chat template."""
 
-    context: Literal["auto"] | None = Field(
-        None, description="The chat template decides which reasoning it reads."
+    context: Literal["auto"] | None = described(
+        "The chat template decides which reasoning it reads."
     )
     effort: Effort | None = None
     mode: Literal["standard"] | None = None
-    summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
-    generate_summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
+    summary: Any = described("Ignored; thoughts are not summarized.")
+    generate_summary: Any = described("Ignored; thoughts are not summarized.")
 
 
 class TextFormat(BodyPart):
@@ -72,12 +72,10 @@ class TextFormat(BodyPart):
 class TextConfig(BodyPart):
     """How the text is written."""
 
-    format: Any = Field(  # Any: nulls in the schema are values
-        None,
-        description="`text`, `json_object`, or `json_schema` with a name and a schema.",
-        json_schema_extra={"type": "object"},
+    format: Any = described(  # Any: nulls in the schema are values
+        "`text`, `json_object`, or `json_schema` with a name and a schema.", type="object"
     )
-    verbosity: Any = Field(None, description="Ignored; it only applies to models of OpenAI.")
+    verbosity: Any = described("Ignored; it only applies to models of OpenAI.")
 
 
 class InputBody(Body):
@@ -97,52 +95,43 @@ class InputBody(Body):
     max_entries: ClassVar[Mapping[str, int]] = {"input": MAX_MESSAGES, "tools": MAX_TOOLS}
     with_nulls: ClassVar[frozenset[str]] = frozenset(("reasoning",))
 
-    input: Any = Field(  # Any: read where it is used
-        description="A text, or a list of messages, function calls, their outputs and reasoning "
-        "items.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {"anyOf": [named_schema(part.__name__) for part in ITEMS.values()]},
-                    "minItems": 1,
-                    "maxItems": MAX_MESSAGES,
-                },
-            ]
-        },
+    input: Any = described(  # Any: read where it is used
+        "A text, or a list of messages, function calls, their outputs and reasoning items.",
+        ...,
+        anyOf=[
+            {"type": "string"},
+            {
+                "type": "array",
+                "items": {"anyOf": [named_schema(part.__name__) for part in ITEMS.values()]},
+                "minItems": 1,
+                "maxItems": MAX_MESSAGES,
+            },
+        ],
     )
-    instructions: str | None = Field(None, description="A system message before the input.")
-    previous_response_id: str | None = Field(
-        None, description="The stored response whose conversation the input continues."
+    instructions: str | None = described("A system message before the input.")
+    previous_response_id: str | None = described(
+        "The stored response whose conversation the input continues."
     )
-    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
-        None,
-        description="Functions that the model may call.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"anyOf": [named_schema("FunctionTool"), named_schema("NamespaceTool")]},
-            "maxItems": MAX_TOOLS,
-        },
+    tools: Any = described(  # Any: read separately, which keeps nulls in schemas
+        "Functions that the model may call.",
+        type="array",
+        items={"anyOf": [named_schema("FunctionTool"), named_schema("NamespaceTool")]},
+        maxItems=MAX_TOOLS,
     )
-    tool_choice: Any = Field(  # Any: a string or an object
-        None,
-        description="Whether the model must call a function, may call one (`auto`), or must not "
-        "call any (`none`).",
-        json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
+    tool_choice: Any = described(  # Any: a string or an object
+        "Whether the model must call a function, may call one (`auto`), or must not call any "
+        "(`none`).",
+        anyOf=[{"enum": ["none", "auto", "required"]}, {"type": "object"}],
     )
-    parallel_tool_calls: bool = Field(
-        True, description="Whether a response may contain more than one function call."
+    parallel_tool_calls: bool = described(
+        "Whether a response may contain more than one function call.", True
     )
-    reasoning: Reasoning | None = Field(
-        None,
-        description="`effort` sets `reasoning_effort` and `enable_thinking` of the chat template.",
+    reasoning: Reasoning | None = described(
+        "`effort` sets `reasoning_effort` and `enable_thinking` of the chat template."
     )
     chat_template_kwargs: Any = template_variables_field()
-    text: Any = Field(  # Any: as its format
-        None,
-        description="`format` is a constraint on the text of the response.",
-        json_schema_extra=named_schema("TextConfig"),
+    text: Any = described(  # Any: as its format
+        "`format` is a constraint on the text of the response.", **named_schema("TextConfig")
     )
 
     def tool_use(self, functions: FunctionTools, tool_format: ToolCallFormat | None) -> ToolUse:

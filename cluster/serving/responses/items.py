@@ -12,6 +12,7 @@ from pydantic import Field
 from cluster.serving.json_body import (
     OpenPart,
     check_counts,
+    described,
     missing_field,
     named_schema,
     read_arguments,
@@ -99,7 +100,7 @@ class FunctionCallItem(OpenPart):
     call_id: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     name: str = Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})
     namespace: str | None = Field(None, json_schema_extra={"maxLength": MAX_ID_LENGTH})
-    arguments: str = Field(description="A JSON object as a string.")
+    arguments: str = described("A JSON object as a string.", ...)
     is_async: Literal[False] = Field(False, alias="async")
 
 
@@ -458,9 +459,7 @@ class FunctionTool(OpenPart):
     name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
     description: str | None = None
     parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
-    strict: bool | None = Field(
-        None, description="Whether calls that are not forced follow the schema, too."
-    )
+    strict: bool | None = described("Whether calls that are not forced follow the schema, too.")
     defer_loading: Literal[False] = False
     is_async: Literal[False] = Field(False, alias="async")
     allowed_callers: list[Literal["direct"]] | None = None
@@ -471,9 +470,7 @@ class NamespaceTool(OpenPart):
 
     type: Literal["namespace"]
     name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,126}$"})
-    description: str | None = Field(
-        None, description="Ignored; the descriptions of the functions are used."
-    )
+    description: str | None = described("Ignored; the descriptions of the functions are used.")
     tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
         json_schema_extra={
             "type": "array",

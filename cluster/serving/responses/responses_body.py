@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from pydantic import Field
 
 from cluster.serving.inputs import GenerationInput, TokenizeInput
-from cluster.serving.json_body import Defaults
+from cluster.serving.json_body import Defaults, described
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     IN_IGNORED,
@@ -103,33 +102,27 @@ class ResponsesBody(InputBody, SamplingFields):
     }
 
     model: str | None = model_field()
-    store: bool | None = Field(
-        None,
-        description="Whether the response is kept in memory, so that it can be continued, read and "
-        "deleted by its id; true by default.",
+    store: bool | None = described(
+        "Whether the response is kept in memory, so that it can be continued, read and deleted by "
+        "its id; true by default."
     )
     max_output_tokens: int | None = bounds(
         "Maximum number of tokens to generate; -1 is as many as fit into the context.", UNLIMITED
     )
     thinking_token_budget: int | None = thinking_budget_field()
-    metadata: Any = Field(  # Any: strings, within limits that pydantic would report for each
-        None,
-        description=f"Up to {_MAX_LABELS} strings with names, which the response repeats.",
-        json_schema_extra={"type": "object", "additionalProperties": {"type": "string"}},
+    metadata: Any = described(  # Any: strings, within limits that pydantic would report for each
+        f"Up to {_MAX_LABELS} strings with names, which the response repeats.",
+        type="object",
+        additionalProperties={"type": "string"},
     )
-    include: Any = Field(  # Any: only known strings
-        None,
-        description="OpenAI's names of fields, which have no effect; log-probabilities and unknown "
-        "names are rejected.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "string"},
-            "maxItems": _MAX_INCLUDED,
-        },
+    include: Any = described(  # Any: only known strings
+        "OpenAI's names of fields, which have no effect; log-probabilities and unknown names are "
+        "rejected.",
+        type="array",
+        items={"type": "string"},
+        maxItems=_MAX_INCLUDED,
     )
-    stream: bool = Field(
-        False, description="Whether the response is a stream of server-sent events."
-    )
+    stream: bool = described("Whether the response is a stream of server-sent events.", False)
 
     def check_fields(self) -> None:
         if self.metadata is not None:
@@ -226,7 +219,7 @@ class InputTokensBody(InputBody):
         "personality": "describe it in instructions",
     }
 
-    model: str | None = Field(None, description="The name of the model, which `/v1/models` lists.")
+    model: str | None = described("The name of the model, which `/v1/models` lists.")
 
     def to_input(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import FailFast, Field
+from pydantic import FailFast
 
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.json_body import Defaults, named_schema, renamed
+from cluster.serving.json_body import Defaults, described, named_schema, renamed
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.messages import (
     Message,
@@ -80,12 +80,11 @@ class ChatBody(GenerationBody):
         "documents": MAX_DOCUMENTS,
     }
 
-    messages: Annotated[list[Message], FailFast()] = Field(
-        description="The messages of the conversation.",
-        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES},
+    messages: Annotated[list[Message], FailFast()] = described(
+        "The messages of the conversation.", ..., minItems=1, maxItems=MAX_MESSAGES
     )
-    logprobs: bool = Field(
-        False, description="Whether choices contain the log-probabilities of their tokens."
+    logprobs: bool = described(
+        "Whether choices contain the log-probabilities of their tokens.", False
     )
     top_logprobs: int | None = bounds(
         "Number of most likely tokens to return at each position; requires logprobs = true.",
@@ -93,76 +92,62 @@ class ChatBody(GenerationBody):
         MAX_LOGPROBS,
     )
     tools: Any = tools_field()
-    tool_choice: Any = Field(  # Any: a string or an object
-        None,
-        description="Whether the model must call a function, may call one (`auto`), or must not "
-        "call any (`none`). The arguments of a forced call follow the function's schema.",
-        json_schema_extra={
-            "anyOf": [
-                {"enum": ["none", "auto", "required"]},
-                named_schema("ToolChoiceObject"),
-                named_schema("AllowedToolsChoice"),
-            ]
-        },
+    tool_choice: Any = described(  # Any: a string or an object
+        "Whether the model must call a function, may call one (`auto`), or must not call any "
+        "(`none`). The arguments of a forced call follow the function's schema.",
+        anyOf=[
+            {"enum": ["none", "auto", "required"]},
+            named_schema("ToolChoiceObject"),
+            named_schema("AllowedToolsChoice"),
+        ],
     )
-    parallel_tool_calls: bool = Field(
-        True, description="Whether a response may contain more than one tool call."
+    parallel_tool_calls: bool = described(
+        "Whether a response may contain more than one tool call.", True
     )
     functions: Any = functions_field()
-    function_call: Any = Field(  # Any: a string or an object
-        None,
-        description="The older form of `tool_choice`, for `functions`.",
-        json_schema_extra={"anyOf": [{"enum": ["none", "auto"]}, named_schema("NamedFunction")]},
+    function_call: Any = described(  # Any: a string or an object
+        "The older form of `tool_choice`, for `functions`.",
+        anyOf=[{"enum": ["none", "auto"]}, named_schema("NamedFunction")],
     )
-    add_generation_prompt: bool = Field(
+    add_generation_prompt: bool = described(
+        "Whether the chat template begins a message of the assistant at the end of the prompt.",
         True,
-        description="Whether the chat template begins a message of the assistant at the end of the "
-        "prompt.",
     )
-    continue_final_message: bool = Field(
-        False, description="Continue the last message; requires add_generation_prompt = false."
+    continue_final_message: bool = described(
+        "Continue the last message; requires add_generation_prompt = false.", False
     )
 
-    add_special_tokens: Literal[False] = Field(
-        False, description="A chat template adds its own special tokens."
+    add_special_tokens: Literal[False] = described(
+        "A chat template adds its own special tokens.", False
     )
-    chat_template: str | None = Field(
-        None,
-        description="A chat template that replaces the model's, if the server runs with "
-        "--trust-request-chat-template.",
+    chat_template: str | None = described(
+        "A chat template that replaces the model's, if the server runs with "
+        "--trust-request-chat-template."
     )
     chat_template_kwargs: Any = template_variables_field()
-    documents: Any = Field(  # Any: JSON
-        None,
-        description="Documents for the chat template, which must read them.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "object"},
-            "maxItems": MAX_DOCUMENTS,
-        },
+    documents: Any = described(  # Any: JSON
+        "Documents for the chat template, which must read them.",
+        type="array",
+        items={"type": "object"},
+        maxItems=MAX_DOCUMENTS,
     )
-    reasoning_effort: Any = Field(  # Any: a string or a number
-        None,
-        description="A variable of the chat template, a name or a number. Also sets "
-        "`enable_thinking`: to false if it is `none`, otherwise to true. Ignored if the template "
-        "reads neither.",
-        json_schema_extra={
-            "anyOf": [
-                {"enum": list(EFFORTS)},
-                {"type": "number", "minimum": 0, "maximum": MAX_EFFORT},
-            ]
-        },
+    reasoning_effort: Any = described(  # Any: a string or a number
+        "A variable of the chat template, a name or a number. Also sets `enable_thinking`: to "
+        "false if it is `none`, otherwise to true. Ignored if the template reads neither.",
+        anyOf=[
+            {"enum": list(EFFORTS)},
+            {"type": "number", "minimum": 0, "maximum": MAX_EFFORT},
+        ],
     )
 
-    prediction: Any = Field(  # Any: an object, which is read when it is used
-        None,
-        description="A text that the answer is likely to repeat in large part, such as a file to "
-        "edit. Makes the answer faster on servers with --speculative-config, and never changes it.",
-        json_schema_extra={"type": "object"},
+    prediction: Any = described(  # Any: an object, which is read when it is used
+        "A text that the answer is likely to repeat in large part, such as a file to edit. Makes "
+        "the answer faster on servers with --speculative-config, and never changes it.",
+        type="object",
     )
     thinking_token_budget: int | None = thinking_budget_field()
-    include_reasoning: bool = Field(
-        True, description="Whether the response contains the model's reasoning."
+    include_reasoning: bool = described(
+        "Whether the response contains the model's reasoning.", True
     )
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from cluster.serving.inputs import GenerationInput, InfillPrompt, Prompt
-from cluster.serving.json_body import Defaults
+from cluster.serving.json_body import Defaults, described
 from cluster.serving.openai.bodies.generation_body import GenerationBody
 from cluster.serving.openai.bodies.sampling_fields import (
     REJECTED,
@@ -50,18 +50,18 @@ class CompletionBody(GenerationBody):
         "context, and 0 requires echo or prompt_logprobs.",
         UNLIMITED,
     )
-    echo: bool = Field(
+    echo: bool = described(
+        "Whether the text begins with the prompt, and the log-probabilities with those of its "
+        "tokens, which require stream = false.",
         False,
-        description="Whether the text begins with the prompt, and the log-probabilities with "
-        "those of its tokens, which require stream = false.",
     )
-    suffix: str = Field(
+    suffix: str = described(
+        "The text after the generated text, for models that fill in the middle; requires text "
+        "prompts.",
         "",
-        description="The text after the generated text, for models that fill in the middle; "
-        "requires text prompts.",
     )
-    add_special_tokens: bool = Field(
-        True, description="Whether special tokens such as a leading BOS are added to text prompts."
+    add_special_tokens: bool = described(
+        "Whether special tokens such as a leading BOS are added to text prompts.", True
     )
 
     @property

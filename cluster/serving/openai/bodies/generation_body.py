@@ -7,10 +7,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
 from cluster.serving.beam_search import check_beam_sampling, check_length_penalty
-from cluster.serving.json_body import BodyPart, Defaults, named_schema
+from cluster.serving.json_body import BodyPart, Defaults, described, named_schema
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     IN_IGNORED,
@@ -62,17 +60,15 @@ _WITHOUT_EFFECT = {"response_format": {"type": "text"}}
 class StreamOptions(BodyPart):
     """The options of a stream."""
 
-    include_usage: bool = Field(False, description="Whether the last chunk reports the usage.")
-    continuous_usage_stats: bool = Field(
-        False, description="Whether every chunk reports the usage so far."
+    include_usage: bool = described("Whether the last chunk reports the usage.", False)
+    continuous_usage_stats: bool = described("Whether every chunk reports the usage so far.", False)
+    include_obfuscation: Literal[False] = described(
+        "Chunks are never padded with random characters.", False
     )
-    include_obfuscation: Literal[False] = Field(
-        False, description="Chunks are never padded with random characters."
-    )
-    resumable: bool = Field(
+    resumable: bool = described(
+        "Whether the stream is kept after its connection is cut, so that the client can resume "
+        "it. Its events have ids.",
         False,
-        description="Whether the stream is kept after its connection is cut, so that the client "
-        "can resume it. Its events have ids.",
     )
 
 
@@ -98,28 +94,25 @@ class GenerationBody(SamplingFields):
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
 
     model: str | None = model_field()
-    n: int = Field(
-        1,
-        description="Number of choices for each prompt.",
-        json_schema_extra={"minimum": 1, "maximum": MAX_N},
+    n: int = described("Number of choices for each prompt.", 1, minimum=1, maximum=MAX_N)
+    best_of: int | None = described(
+        "Number of choices to generate for each prompt. The n choices with the highest "
+        "log-probability per token are returned, best first; a value above n requires stream = "
+        "false.",
+        minimum=1,
+        maximum=MAX_N,
     )
-    best_of: int | None = Field(
-        None,
-        description="Number of choices to generate for each prompt. The n choices with the highest "
-        "log-probability per token are returned, best first; a value above n requires "
-        "stream = false.",
-        json_schema_extra={"minimum": 1, "maximum": MAX_N},
-    )
-    use_beam_search: bool = Field(
+    use_beam_search: bool = described(
+        "Whether the n choices are the best beams of a beam search of width n, instead of "
+        "samples; a stream returns them at its end.",
         False,
-        description="Whether the n choices are the best beams of a beam search of width n, "
-        "instead of samples; a stream returns them at its end.",
     )
-    length_penalty: float | None = Field(
-        None,
-        description="Exponent of the number of generated tokens by which the log-probability of a "
-        "beam is divided; requires use_beam_search.",
-        json_schema_extra={"minimum": -10, "maximum": 10, "default": 1},
+    length_penalty: float | None = described(
+        "Exponent of the number of generated tokens by which the log-probability of a beam is "
+        "divided; requires use_beam_search.",
+        minimum=-10,
+        maximum=10,
+        default=1,
     )
     max_tokens: int | None = bounds(
         "Maximum number of tokens to generate; -1 is as many as fit into the context.", UNLIMITED
@@ -131,95 +124,69 @@ class GenerationBody(SamplingFields):
         "Minimum number of tokens before an end-of-sequence or stop token ends the output.", 0
     )
     # The validator checks lists and objects, their length before their entries.
-    stop_token_ids: Any = Field(
-        None,
-        description="Token ids that end the output.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0},
-            "maxItems": MAX_LOGIT_BIAS,
-        },
+    stop_token_ids: Any = described(
+        "Token ids that end the output.",
+        type="array",
+        items={"type": "integer", "minimum": 0},
+        maxItems=MAX_LOGIT_BIAS,
     )
-    allowed_token_ids: Any = Field(
-        None,
-        description="Token ids that may be generated; if no end-of-sequence token is among them, "
-        "the output ends at max_tokens or at a stop string.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0},
-            "minItems": 1,
-            "maxItems": MAX_ALLOWED,
-        },
+    allowed_token_ids: Any = described(
+        "Token ids that may be generated; if no end-of-sequence token is among them, the output "
+        "ends at max_tokens or at a stop string.",
+        type="array",
+        items={"type": "integer", "minimum": 0},
+        minItems=1,
+        maxItems=MAX_ALLOWED,
     )
-    logprob_token_ids: Any = Field(
-        None,
-        description="Token ids whose log-probabilities are returned in place of those of the most "
-        "likely tokens; requires logprobs.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0},
-            "minItems": 1,
-            "maxItems": MAX_LOGPROBS,
-        },
+    logprob_token_ids: Any = described(
+        "Token ids whose log-probabilities are returned in place of those of the most likely "
+        "tokens; requires logprobs.",
+        type="array",
+        items={"type": "integer", "minimum": 0},
+        minItems=1,
+        maxItems=MAX_LOGPROBS,
     )
-    bad_words: Any = Field(
-        None,
-        description="Texts whose tokens are not generated in sequence, with or without a leading "
-        "space.",
-        json_schema_extra={
-            "type": "array",
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH},
-            "maxItems": MAX_BAD_WORDS,
-        },
+    bad_words: Any = described(
+        "Texts whose tokens are not generated in sequence, with or without a leading space.",
+        type="array",
+        items={"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH},
+        maxItems=MAX_BAD_WORDS,
     )
-    stream: bool = Field(
-        False, description="Whether the response is a stream of server-sent events."
-    )
-    stream_options: StreamOptions | None = Field(
-        None,
-        description="`include_usage`, `continuous_usage_stats` and `resumable`; requires stream = "
-        "true.",
+    stream: bool = described("Whether the response is a stream of server-sent events.", False)
+    stream_options: StreamOptions | None = described(
+        "`include_usage`, `continuous_usage_stats` and `resumable`; requires stream = true."
     )
     # Read when used, so that an error names the innermost field.
-    response_format: Any = Field(
-        None,
-        description="`text`, `json_object`, `json_schema` with a schema, or `structural_tag`.",
-        json_schema_extra=named_schema("ResponseFormat"),
+    response_format: Any = described(
+        "`text`, `json_object`, `json_schema` with a schema, or `structural_tag`.",
+        **named_schema("ResponseFormat"),
     )
-    guided_json: Any = Field(
-        None,
-        description="The same as structured_outputs.json.",
-        json_schema_extra={"type": ["object", "string"]},
+    guided_json: Any = described("The same as structured_outputs.json.", type=["object", "string"])
+    guided_regex: str | None = described("The same as structured_outputs.regex.")
+    guided_choice: Any = described(
+        "The same as structured_outputs.choice.", type="array", items={"type": "string"}
     )
-    guided_regex: str | None = Field(None, description="The same as structured_outputs.regex.")
-    guided_choice: Any = Field(
-        None,
-        description="The same as structured_outputs.choice.",
-        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    guided_grammar: str | None = described("The same as structured_outputs.grammar.")
+    truncate_prompt_tokens: int | None = described(
+        "Keep only this many tokens at the end of the prompt; -1 keeps as many as fit into the "
+        "context together with max_tokens.",
+        minimum=-1,
     )
-    guided_grammar: str | None = Field(None, description="The same as structured_outputs.grammar.")
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        description="Keep only this many tokens at the end of the prompt; -1 keeps as many as fit "
-        "into the context together with max_tokens.",
-        json_schema_extra={"minimum": -1},
-    )
-    truncation_side: Literal["left", "right"] = Field(
+    truncation_side: Literal["left", "right"] = described(
+        "Where truncate_prompt_tokens removes tokens: `right` keeps the beginning of the prompt.",
         "left",
-        description="Where truncate_prompt_tokens removes tokens: `right` keeps the beginning of "
-        "the prompt.",
     )
-    prompt_logprobs: int | None = Field(
-        None,
-        description="Number of most likely tokens to return at each position of the prompt; "
-        "requires stream = false.",
-        json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS},
+    prompt_logprobs: int | None = described(
+        "Number of most likely tokens to return at each position of the prompt; requires stream = "
+        "false.",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
     )
-    return_token_ids: bool = Field(
-        False, description="Whether choices contain their token ids and those of the prompt."
+    return_token_ids: bool = described(
+        "Whether choices contain their token ids and those of the prompt.", False
     )
-    return_tokens_as_token_ids: bool = Field(
-        False, description="Whether tokens in log-probabilities are written as `token_id:ID`."
+    return_tokens_as_token_ids: bool = described(
+        "Whether tokens in log-probabilities are written as `token_id:ID`.", False
     )
 
     @property

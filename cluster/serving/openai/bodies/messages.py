@@ -11,6 +11,7 @@ from cluster.serving.json_body import (
     BodyPart,
     OpenPart,
     check_counts,
+    described,
     missing_field,
     named_schema,
     read_arguments,
@@ -199,8 +200,8 @@ class CalledFunction(OpenPart):
     """The function of a tool call, and its arguments."""
 
     name: str
-    arguments: str = Field(
-        "{}", description="A JSON object as a string; an empty string is an empty object."
+    arguments: str = described(
+        "A JSON object as a string; an empty string is an empty object.", "{}"
     )
 
 
@@ -223,50 +224,35 @@ class Message(OpenPart):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Any = Field(  # Any: an error names the invalid part
-        None,
-        description="A string or an array of strings and parts; optional with calls, reasoning "
-        "or a refusal. Special tokens of the model are treated as ordinary text, in every text of "
-        "a message or tool.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {"anyOf": [{"type": "string"}, *_PART_SCHEMAS]},
-                },
-            ]
-        },
+    content: Any = described(  # Any: an error names the invalid part
+        "A string or an array of strings and parts; optional with calls, reasoning or a refusal. "
+        "Special tokens of the model are treated as ordinary text, in every text of a message or "
+        "tool.",
+        anyOf=[
+            {"type": "string"},
+            {
+                "type": "array",
+                "items": {"anyOf": [{"type": "string"}, *_PART_SCHEMAS]},
+            },
+        ],
     )
-    tool_calls: Any = Field(  # Any: as above
-        None,
-        description="The tool calls of an assistant message.",
-        json_schema_extra={
-            "type": "array",
-            "items": named_schema("MessageCall"),
-        },
+    tool_calls: Any = described(  # Any: as above
+        "The tool calls of an assistant message.", type="array", items=named_schema("MessageCall")
     )
-    function_call: Any = Field(  # Any: as above
-        None,
-        description="The older form of `tool_calls`: the call of an assistant message.",
-        json_schema_extra=named_schema("CalledFunction"),
+    function_call: Any = described(  # Any: as above
+        "The older form of `tool_calls`: the call of an assistant message.",
+        **named_schema("CalledFunction"),
     )
-    tool_call_id: str | None = Field(
-        None, description="The id of the call that a tool message answers."
+    tool_call_id: str | None = described("The id of the call that a tool message answers.")
+    name: str | None = described(
+        "The name of the author, or the tool of a tool message. A message with the role "
+        "`function` requires it: it answers the last `function_call` of that name."
     )
-    name: str | None = Field(
-        None,
-        description="The name of the author, or the tool of a tool message. A message with the "
-        "role `function` requires it: it answers the last `function_call` of that name.",
-    )
-    reasoning_content: str | None = Field(
-        None, description="The model's reasoning before an assistant message."
-    )
-    reasoning: str | None = Field(None, description="The same as `reasoning_content`.")
-    refusal: str | None = Field(
-        None,
-        description="A refusal of the assistant, which is the message's text; requires that "
-        "`content` is null or empty.",
+    reasoning_content: str | None = described("The model's reasoning before an assistant message.")
+    reasoning: str | None = described("The same as `reasoning_content`.")
+    refusal: str | None = described(
+        "A refusal of the assistant, which is the message's text; requires that `content` is null "
+        "or empty."
     )
 
 
@@ -410,14 +396,10 @@ class Function(OpenPart):
 
     name: str = Field(json_schema_extra={"pattern": NAME_PATTERN})
     description: str | None = None
-    parameters: Any = Field(  # Any: a JSON schema
-        None,
-        description="The JSON Schema of its arguments.",
-        json_schema_extra={"type": "object"},
+    parameters: Any = described(  # Any: a JSON schema
+        "The JSON Schema of its arguments.", type="object"
     )
-    strict: bool | None = Field(
-        None, description="Whether calls that are not forced follow the schema, too."
-    )
+    strict: bool | None = described("Whether calls that are not forced follow the schema, too.")
 
 
 class ToolObject(OpenPart):
@@ -472,11 +454,9 @@ def functions_field() -> Any:  # Any: as in tools_field
         "items": named_schema("Function"),
         "maxItems": MAX_TOOLS,
     }
-    return Field(
-        None,
-        description="The older form of `tools`: the response has at most one call, as "
-        "`function_call`.",
-        json_schema_extra=schema,
+    return described(
+        "The older form of `tools`: the response has at most one call, as `function_call`.",
+        **schema,
     )
 
 
@@ -487,7 +467,7 @@ def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which ke
         "items": named_schema("ToolObject"),
         "maxItems": MAX_TOOLS,
     }
-    return Field(None, description="Functions that the model may call.", json_schema_extra=schema)
+    return described("Functions that the model may call.", **schema)
 
 
 def read_tools(given: object) -> tuple[Tool, ...]:

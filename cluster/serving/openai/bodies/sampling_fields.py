@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue
 
 from cluster.serving.inputs import MAX_SALT_LENGTH
-from cluster.serving.json_body import Body, BodyPart, json_text, named_schema, read_part
+from cluster.serving.json_body import Body, BodyPart, described, json_text, named_schema, read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.sampling_params import (
@@ -180,15 +180,15 @@ def bounds(description: str, low: float | None = None, high: float | None = None
     known: dict[str, JsonValue] = {
         name: value for name, value in limits.items() if value is not None
     }
-    return Field(None, description=description, json_schema_extra=known)
+    return described(description, **known)
 
 
 def cache_salt_field() -> Any:  # Any: a pydantic field
     """Return a field that restricts which requests share prefixes, by vLLM's name."""
-    return Field(
-        None,
-        description="Prefixes are shared only by requests with the same salt.",
-        json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_LENGTH},
+    return described(
+        "Prefixes are shared only by requests with the same salt.",
+        minLength=1,
+        maxLength=MAX_SALT_LENGTH,
     )
 
 
@@ -208,17 +208,16 @@ def thinking_budget(given: int | None) -> int | None:
 
 def template_variables_field() -> Any:  # Any: a pydantic field
     """Return a field with variables of the chat template, by vLLM's name."""
-    return Field(
-        None,
-        description="Variables for the model's chat template, such as `enable_thinking`; those "
-        "that it does not read are ignored.",
-        json_schema_extra={"type": "object"},
+    return described(
+        "Variables for the model's chat template, such as `enable_thinking`; those that it does "
+        "not read are ignored.",
+        type="object",
     )
 
 
 def model_field() -> Any:  # Any: a pydantic field
     """Return a field with the name of the model, which clients may omit."""
-    return Field(None, description="The name of the model, which `/v1/models` lists; optional.")
+    return described("The name of the model, which `/v1/models` lists; optional.")
 
 
 def prompts_field(max_items: int, *, min_items: int | None = None) -> Any:  # Any: a pydantic field
@@ -237,10 +236,7 @@ def prompts_field(max_items: int, *, min_items: int | None = None) -> Any:  # An
         token_ids,
         {"type": "array", "items": token_ids, **limits},
     ]
-    return Field(
-        description="A string or an array of token ids, or an array of either.",
-        json_schema_extra={"anyOf": kinds},
-    )
+    return described("A string or an array of token ids, or an array of either.", ..., anyOf=kinds)
 
 
 class SamplingFields(Body):
@@ -272,54 +268,44 @@ class SamplingFields(Body):
         -(2**63),
         2**63 - 1,
     )
-    ignore_eos: bool | None = Field(
-        None, description="Whether to generate past the model's end-of-sequence tokens."
+    ignore_eos: bool | None = described(
+        "Whether to generate past the model's end-of-sequence tokens."
     )
-    disable_spec_decode: bool | None = Field(
-        None,
-        description="Whether tokens are generated one by one, although the server speculates; only "
-        "affects speed.",
+    disable_spec_decode: bool | None = described(
+        "Whether tokens are generated one by one, although the server speculates; only affects "
+        "speed."
     )
     # The validator checks its length before its entries.
-    stop: Any = Field(
-        None,
-        description="Strings that end the output.",
-        json_schema_extra={
-            "anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP}]
-        },
+    stop: Any = described(
+        "Strings that end the output.",
+        anyOf=[_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP}],
     )
-    logit_bias: Any = Field(
-        None,
-        description="Token ids and the biases added to their logits.",
-        json_schema_extra={
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_LOGIT_BIAS,
-        },
+    logit_bias: Any = described(
+        "Token ids and the biases added to their logits.",
+        type="object",
+        propertyNames={"pattern": "^[0-9]{1,10}$"},
+        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        maxProperties=MAX_LOGIT_BIAS,
     )
-    skip_special_tokens: bool = Field(
-        True, description="Whether special tokens are left out of the text."
-    )
-    include_stop_str_in_output: bool = Field(
-        False, description="Whether the text includes the stop string or token that ended it."
+    skip_special_tokens: bool = described("Whether special tokens are left out of the text.", True)
+    include_stop_str_in_output: bool = described(
+        "Whether the text includes the stop string or token that ended it.", False
     )
     # Read when used, so that an error names the innermost field.
-    structured_outputs: Any = Field(
-        None,
-        description="A constraint on the output: one of `json`, `regex`, `choice`, `grammar`, "
-        "`json_object` and `structural_tag`.",
-        json_schema_extra=named_schema("StructuredOutputs"),
+    structured_outputs: Any = described(
+        "A constraint on the output: one of `json`, `regex`, `choice`, `grammar`, `json_object` "
+        "and `structural_tag`.",
+        **named_schema("StructuredOutputs"),
     )
-    request_id: str | None = Field(
-        None,
-        description="The same as the header X-Request-Id; if both are set, they must be equal.",
+    request_id: str | None = described(
+        "The same as the header X-Request-Id; if both are set, they must be equal."
     )
-    priority: int = Field(
+    priority: int = described(
+        "Requests with a lower value are served earlier, and may preempt running requests of the "
+        "same tenant with a higher value.",
         0,
-        description="Requests with a lower value are served earlier, and may preempt running "
-        "requests of the same tenant with a higher value.",
-        json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
+        minimum=-(2**31),
+        maximum=2**31 - 1,
     )
     cache_salt: str | None = cache_salt_field()
 
@@ -392,24 +378,17 @@ def _bias_of(given: object) -> dict[object, object]:
 class StructuredOutputs(BodyPart):
     """The structure of the output; exactly one of these."""
 
-    json_: Any = Field(  # Any: a JSON Schema, as an object or a string
-        None,
-        alias="json",
-        description="A JSON Schema, as an object or a string.",
-        json_schema_extra={"type": ["object", "string"]},
+    json_: Any = described(  # Any: a JSON Schema, as an object or a string
+        "A JSON Schema, as an object or a string.", alias="json", type=["object", "string"]
     )
-    regex: str | None = Field(None, description="A regular expression.")
-    choice: Any = Field(  # Any: checked when it is compiled
-        None,
-        description="The strings to choose from.",
-        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    regex: str | None = described("A regular expression.")
+    choice: Any = described(  # Any: checked when it is compiled
+        "The strings to choose from.", type="array", items={"type": "string"}
     )
-    grammar: str | None = Field(None, description="A grammar in EBNF.")
-    json_object: bool | None = Field(None, description="True allows any JSON object.")
-    structural_tag: Any = Field(  # Any: as the schema
-        None,
-        description="A structural tag, as an object or a string of JSON.",
-        json_schema_extra={"type": ["object", "string"]},
+    grammar: str | None = described("A grammar in EBNF.")
+    json_object: bool | None = described("True allows any JSON object.")
+    structural_tag: Any = described(  # Any: as the schema
+        "A structural tag, as an object or a string of JSON.", type=["object", "string"]
     )
 
 
@@ -431,21 +410,17 @@ class ResponseFormat(BodyPart):
     json_schema: Any = Field(  # Any: read only if the type requires it
         None, json_schema_extra=named_schema("JsonSchemaFormat")
     )
-    structures: Any = Field(  # Any: read with the structure, as the two that follow
-        None,
-        description="The parts of a structural tag, with `begin`, `schema` and `end`.",
-        json_schema_extra={"type": "array", "items": {"type": "object"}},
+    structures: Any = described(  # Any: read with the structure, as the two that follow
+        "The parts of a structural tag, with `begin`, `schema` and `end`.",
+        type="array",
+        items={"type": "object"},
     )
-    triggers: Any = Field(
-        None,
-        description="The beginnings of the parts of a structural tag that end free text.",
-        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    triggers: Any = described(
+        "The beginnings of the parts of a structural tag that end free text.",
+        type="array",
+        items={"type": "string"},
     )
-    format: Any = Field(
-        None,
-        description="A structural tag of nested parts.",
-        json_schema_extra={"type": "object"},
-    )
+    format: Any = described("A structural tag of nested parts.", type="object")
 
 
 class RequestedStructure:

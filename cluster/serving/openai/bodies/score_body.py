@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.embedding_validator import MAX_PAIRS
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
-from cluster.serving.json_body import Body, BodyPart, Defaults, named_schema, read_part
+from cluster.serving.json_body import Body, BodyPart, Defaults, described, named_schema, read_part
 from cluster.serving.openai.bodies.sampling_fields import (
     IGNORED,
     bounds,
@@ -33,10 +33,7 @@ MAX_INPUTS = 2048
 
 
 def _instruction() -> Any:  # Any: as pydantic declares a field
-    return Field(
-        None,
-        description="The instruction for rerankers that take one, such as Qwen3-Reranker.",
-    )
+    return described("The instruction for rerankers that take one, such as Qwen3-Reranker.")
 
 
 class DocumentObject(BodyPart):
@@ -52,21 +49,18 @@ class RerankBody(Body):
     max_entries: ClassVar[Mapping[str, int]] = {"documents": MAX_PAIRS}
 
     model: str | None = model_field()
-    query: str = Field(
-        description="The text that documents are compared with.", json_schema_extra={"minLength": 1}
-    )
-    documents: list[Any] = Field(  # Any: checked below, as a list may be long
-        description="The documents: strings, or objects with `text`.",
-        json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
+    query: str = described("The text that documents are compared with.", ..., minLength=1)
+    documents: list[Any] = described(  # Any: checked below, as a list may be long
+        "The documents: strings, or objects with `text`.",
+        ...,
+        **{**_TEXTS, "items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
     )
     top_n: int | None = bounds(
         "Maximum number of results, which are the documents with the highest scores; 0 is all.", 0
     )
     instruction: str | None = _instruction()
-    return_documents: bool = Field(True, description="Whether results contain the documents.")
-    user: str | None = Field(
-        None, description="An identifier of the end user; accepted and ignored."
-    )
+    return_documents: bool = described("Whether results contain the documents.", True)
+    user: str | None = described("An identifier of the end user; accepted and ignored.")
 
     def check_fields(self) -> None:
         if self.top_n is not None and self.top_n < 0:
@@ -92,18 +86,14 @@ class ScoreBody(Body):
     defaults: ClassVar[Defaults] = _DEFAULTS
 
     model: str | None = model_field()
-    text_1: Any = Field(  # Any: a string or a list
-        description="One text, or as many as `text_2` has.",
-        json_schema_extra={"anyOf": [_TEXT, _TEXTS]},
+    text_1: Any = described(  # Any: a string or a list
+        "One text, or as many as `text_2` has.", ..., anyOf=[_TEXT, _TEXTS]
     )
-    text_2: Any = Field(  # Any: a string or a list
-        description="The texts that are compared with `text_1`.",
-        json_schema_extra={"anyOf": [_TEXT, _TEXTS]},
+    text_2: Any = described(  # Any: a string or a list
+        "The texts that are compared with `text_1`.", ..., anyOf=[_TEXT, _TEXTS]
     )
     instruction: str | None = _instruction()
-    user: str | None = Field(
-        None, description="An identifier of the end user; accepted and ignored."
-    )
+    user: str | None = described("An identifier of the end user; accepted and ignored.")
 
     def to_input(self) -> ScoreInput:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -165,23 +155,20 @@ class EmbeddingBody(Body):
 
     model: str | None = model_field()
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="`base64` encodes little-endian 32-bit floats."
+    encoding_format: Literal["float", "base64"] = described(
+        "`base64` encodes little-endian 32-bit floats.", "float"
     )
     dimensions: int | None = bounds("Number of leading dimensions of the embeddings to return.", 1)
-    prompt_name: str | None = Field(
-        None, description="The name of one of the model's prompts, which is prepended to texts."
+    prompt_name: str | None = described(
+        "The name of one of the model's prompts, which is prepended to texts."
     )
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        description="Keep only this many tokens of each text, including the special tokens around "
-        "it; -1 keeps as many as the model takes.",
-        json_schema_extra={"minimum": -1},
+    truncate_prompt_tokens: int | None = described(
+        "Keep only this many tokens of each text, including the special tokens around it; -1 "
+        "keeps as many as the model takes.",
+        minimum=-1,
     )
-    truncation_side: Literal["left", "right"] = Field(
-        "right",
-        description="Where truncate_prompt_tokens removes tokens: `left` keeps the end of the "
-        "text.",
+    truncation_side: Literal["left", "right"] = described(
+        "Where truncate_prompt_tokens removes tokens: `left` keeps the end of the text.", "right"
     )
 
     def to_input(self) -> EmbeddingInput:
