@@ -287,11 +287,10 @@ class Body(BodyPart):
         """Raise InvalidRequestError if parameters cannot be used together."""
 
 
-def described(
-    text: str, default: object = None, /, *, alias: str | None = None, **schema: JsonValue
-) -> Any:  # Any: a pydantic field
+# Any: JSON, and a pydantic field.
+def described(text: str, default: object = None, /, **schema: Any) -> Any:
     """Return a field with a description and more of its schema; `...` is no default."""
-    return Field(default, alias=alias, description=text, json_schema_extra=schema or None)
+    return Field(default, description=text, json_schema_extra=schema or None)
 
 
 def named_schema(name: str) -> dict[str, JsonValue]:

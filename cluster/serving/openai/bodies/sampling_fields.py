@@ -378,8 +378,11 @@ def _bias_of(given: object) -> dict[object, object]:
 class StructuredOutputs(BodyPart):
     """The structure of the output; exactly one of these."""
 
-    json_: Any = described(  # Any: a JSON Schema, as an object or a string
-        "A JSON Schema, as an object or a string.", alias="json", type=["object", "string"]
+    json_: Any = Field(  # Any: a JSON Schema, as an object or a string
+        None,
+        alias="json",
+        description="A JSON Schema, as an object or a string.",
+        json_schema_extra={"type": ["object", "string"]},
     )
     regex: str | None = described("A regular expression.")
     choice: Any = described(  # Any: checked when it is compiled

@@ -53,7 +53,7 @@ class RerankBody(Body):
     documents: list[Any] = described(  # Any: checked below, as a list may be long
         "The documents: strings, or objects with `text`.",
         ...,
-        **{**_TEXTS, "items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
+        **_TEXTS | {"items": {"anyOf": [_TEXT, named_schema("DocumentObject")]}},
     )
     top_n: int | None = bounds(
         "Maximum number of results, which are the documents with the highest scores; 0 is all.", 0
