@@ -17,13 +17,7 @@ import torch
 from attention import cache
 from attention.batch import AttentionBatch, EncoderBatch
 from attention.kernels.arguments import Rotary
-from attention.params import (
-    AttentionParams,
-    AttentionSpec,
-    AttentionType,
-    StateTensor,
-    problems_of,
-)
+from attention.params import AttentionParams, AttentionSpec, AttentionType, StateTensor, problems_of
 
 __all__ = [
     "AttentionBackend",

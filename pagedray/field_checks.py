@@ -10,14 +10,7 @@ from pagedray.text import quote
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "MAX_COUNT",
-    "check_bool",
-    "check_float",
-    "check_int",
-    "check_size",
-    "check_token_ids",
-]
+__all__ = ["MAX_COUNT", "check_bool", "check_float", "check_int", "check_size", "check_token_ids"]
 
 MAX_COUNT = 2**31 - 1
 """The limit of numbers that have no other; messages do not name it."""

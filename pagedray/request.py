@@ -88,11 +88,7 @@ class Grammar(Protocol):
         """Return a matcher for a new completion of the request."""
 
     def masks(
-        self,
-        asked: Sequence[AskedMasks],
-        *,
-        num_awaited: int,
-        wait_s: float,
+        self, asked: Sequence[AskedMasks], *, num_awaited: int, wait_s: float
     ) -> list[bytes | FinishReason | None]:
         """Return the masks of allowed tokens, or the finish reason if none is; never raises.
 

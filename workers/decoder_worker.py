@@ -356,11 +356,7 @@ class DecoderWorker(Worker):
         )
         model.tap_layers(taps)
         place = Placement(
-            self._group,
-            self._spec.dtype,
-            self._device,
-            config.layer.quantization,
-            self._backend,
+            self._group, self._spec.dtype, self._device, config.layer.quantization, self._backend
         )
         if config.mtp is None:
             return Eagle3Head(config, place, embedding=model.embedding, taps=taps)

@@ -211,11 +211,7 @@ _GROUPS = {
             _tokens("max_num_batched_tokens"),
         ),
         Flag("max_queued_requests", "Maximum waiting requests; others are rejected.", int),
-        Flag(
-            "max_queued_tokens",
-            "Maximum waiting prompt tokens; more are rejected.",
-            int,
-        ),
+        Flag("max_queued_tokens", "Maximum waiting prompt tokens; more are rejected.", int),
         Flag(
             "itl_target_ms",
             "Target for the time between tokens while prompts are processed. (default: none)",

@@ -444,10 +444,7 @@ def _add_deploy(commands: _Commands) -> None:
         help="Hub id, ORG/NAME or ORG/NAME@REVISION, or s3://BUCKET/PREFIX.",
     )
     fetch.add_argument(
-        "--folder",
-        type=Path,
-        metavar="FOLDER",
-        help="Folder to download a model from S3 into.",
+        "--folder", type=Path, metavar="FOLDER", help="Folder to download a model from S3 into."
     )
     fetch.add_argument(
         "--wait",

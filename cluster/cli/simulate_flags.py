@@ -114,11 +114,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         ("read", 350.0, "read a block from a disk"),
         ("write", 700.0, "write a block to a disk"),
     ):
-        add(
-            f"--disk-{name}-us US: Time to {what}, in microseconds.",
-            number(0.0, 1e9),
-            default,
-        )
+        add(f"--disk-{name}-us US: Time to {what}, in microseconds.", number(0.0, 1e9), default)
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:

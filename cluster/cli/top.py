@@ -331,12 +331,7 @@ class _Plot:
 
 
 def draw_plot(
-    values: Sequence[float | None],
-    *,
-    num_places: int,
-    width: int,
-    maximum: float,
-    chars: str,
+    values: Sequence[float | None], *, num_places: int, width: int, maximum: float, chars: str
 ) -> str:
     """Return `width` characters: the highest value of each column.
 

@@ -21,13 +21,7 @@ from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.speculation import Speculator
-from pagedray.errors import (
-    EngineError,
-    HungRankError,
-    ShuttingDownError,
-    StartupError,
-    WorkerError,
-)
+from pagedray.errors import EngineError, HungRankError, ShuttingDownError, StartupError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

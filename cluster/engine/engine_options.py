@@ -65,13 +65,7 @@ Config = TypeVar("Config", CacheConfig, ParallelConfig, SchedulerConfig)
 # Any: a dataclass field does not state the type of its default.
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default
-    for config in (
-        CacheConfig,
-        EngineConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        SpeculationConfig,
-    )
+    for config in (CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, SpeculationConfig)
     for field in fields(config)
 }
 

@@ -53,9 +53,7 @@ _FORKING = threading.RLock()
 _FORK_S = 5.0
 """How long an exit waits for a thread that forks, in seconds."""
 os.register_at_fork(
-    before=_FORKING.acquire,
-    after_in_parent=_FORKING.release,
-    after_in_child=_FORKING.release,
+    before=_FORKING.acquire, after_in_parent=_FORKING.release, after_in_child=_FORKING.release
 )
 
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"

@@ -224,8 +224,7 @@ def with_vllm_arguments(method: Callable[Given, Result]) -> Callable[Given, Resu
             # 0 and 1 would equal False and True.
             if isinstance(value, bool) or value not in _WITHOUT_EFFECT.get(name, (None,)):
                 raise InvalidRequestError(
-                    f"{name} = {quote(value)} is not supported: {_REJECTED[name]}.",
-                    param=name,
+                    f"{name} = {quote(value)} is not supported: {_REJECTED[name]}.", param=name
                 )
         return method(*args, **kwargs)
 

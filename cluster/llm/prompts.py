@@ -256,9 +256,7 @@ class RequestMaker:
     """Makes requests of prompts, with a seed each if the model was given a seed."""
 
     def __init__(
-        self,
-        validator: Validator | EmbeddingValidator | ScoreValidator,
-        config: EngineConfig,
+        self, validator: Validator | EmbeddingValidator | ScoreValidator, config: EngineConfig
     ) -> None:
         # Any: values of several fields.
         self.recommended: Mapping[str, Any] = dict(config.sampling_defaults)

@@ -92,8 +92,7 @@ def _check_unknown(name: str, value: object, known: Sequence[str]) -> None:
         raise InvalidRequestError(f"{name} is not supported: {_REJECTED[name]}.", param=name)
     if name in _WITHOUT_EFFECT:
         raise InvalidRequestError(
-            f"{name} must be {' or '.join(map(str, allowed))}, not {quote(value)}.",
-            param=name,
+            f"{name} must be {' or '.join(map(str, allowed))}, not {quote(value)}.", param=name
         )
     nearest = nearest_name(name, known)
     hint = "" if nearest is None else f"; did you mean {nearest!r}?"
@@ -101,11 +100,7 @@ def _check_unknown(name: str, value: object, known: Sequence[str]) -> None:
 
 
 class SamplingParams(
-    EngineSamplingParams,
-    metaclass=_FieldNames,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
+    EngineSamplingParams, metaclass=_FieldNames, frozen=True, kw_only=True, omit_defaults=True
 ):
     """How tokens are sampled, when generation stops, and the contents of the text.
 

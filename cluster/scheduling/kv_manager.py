@@ -18,12 +18,7 @@ from cluster.scheduling.costs import TierPolicy
 from cluster.scheduling.device_tier import DeviceTier, group_key
 from cluster.scheduling.groups import NO_BLOCK, GroupTables
 from cluster.scheduling.prefix_cache import CachedPrefix, PrefixCache
-from cluster.scheduling.sequence import (
-    FailedAdmission,
-    Queued,
-    Sequence,
-    Swapped,
-)
+from cluster.scheduling.sequence import FailedAdmission, Queued, Sequence, Swapped
 from cluster.scheduling.states import StateCopier
 from cluster.scheduling.tiers import CpuTier, DiskTier
 from pagedray.batch import BlockCopy

@@ -90,8 +90,7 @@ class EmbeddingValidator:
         size = given.dimensions
         if size is not None and not 1 <= size <= self._size:
             raise InvalidRequestError(
-                f"dimensions must be from 1 to {self._size}, not {size!s:.40}.",
-                param="dimensions",
+                f"dimensions must be from 1 to {self._size}, not {size!s:.40}.", param="dimensions"
             )
         if not 1 <= len(given.prompts) <= MAX_PROMPTS:
             raise InvalidRequestError(

@@ -233,9 +233,7 @@ class GenerationCall:
             self._unsent += map(self._progress_of, sequences)
         self._call.num_generated_tokens += num_tokens
         self._watch.add_tokens(
-            num_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            started_s=events[0].started_s,
+            num_tokens, num_cached_tokens=self._num_cached_tokens, started_s=events[0].started_s
         )
         is_last = self._is_last = self._num_unfinished == 0
         if is_last:
@@ -245,10 +243,7 @@ class GenerationCall:
             last = sequences[-1]
             self._watch.note_end(last.failure or last.finish_reason or "stop")
         return GenerationOutput(
-            sequences=tuple(sequences),
-            usage=self._usage(),
-            is_last=is_last,
-            prompt_logprobs=found,
+            sequences=tuple(sequences), usage=self._usage(), is_last=is_last, prompt_logprobs=found
         )
 
     def _by_sequence(self, events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:

@@ -167,10 +167,7 @@ class OutputBuffer:
     __slots__ = ("_bytes", "_note_freed", "_tenant", "num_bytes")
 
     def __init__(
-        self,
-        of_all: TenantBytes,
-        tenant: str,
-        note_freed: Callable[[int], None] | None = None,
+        self, of_all: TenantBytes, tenant: str, note_freed: Callable[[int], None] | None = None
     ) -> None:
         """The bytes also count among those `of_all` calls.
 
@@ -205,7 +202,7 @@ class OutputBuffer:
             raise InvalidRequestError(
                 f"The response exceeds {limits.tenant_bytes} bytes (a quarter of "
                 "--unread-output-mib). Stream it, or ask for fewer choices, tokens or "
-                "log-probabilities.",
+                "log-probabilities."
             )
         scope = self._bytes.full_scope(self._tenant, num_bytes)
         if scope is not None:
@@ -287,11 +284,7 @@ class Intake:
     """The limits of a server on requests that it reads. Used from the event loop only."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        limits: IntakeLimits,
-        *,
-        note_freed: Callable[[int], None],
+        self, config: EngineConfig, limits: IntakeLimits, *, note_freed: Callable[[int], None]
     ) -> None:
         """`note_freed` is called with the bytes of each request when it is freed."""
         self.size = request_size(config, limits)

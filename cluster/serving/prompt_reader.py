@@ -116,11 +116,7 @@ class PromptReader:
             return await self._read_chat(prompt, tenant)
         if isinstance(prompt, InfillPrompt):
             return await self._read_infill(
-                prompt,
-                param,
-                add_special_tokens=add_special_tokens,
-                is_long=is_long,
-                tenant=tenant,
+                prompt, param, add_special_tokens=add_special_tokens, is_long=is_long, tenant=tenant
             )
         if isinstance(prompt, str):
             check_unicode(prompt, param)

@@ -33,12 +33,7 @@ from cluster.serving.prompt_reader import (
     warn_of_dropped_texts,
     warn_of_unknown_tokens,
 )
-from cluster.serving.reasoning import (
-    detect_reasoning,
-    reasoning_after,
-    reasoning_of,
-    with_headers,
-)
+from cluster.serving.reasoning import detect_reasoning, reasoning_after, reasoning_of, with_headers
 from cluster.serving.text.request_templates import RequestTemplates
 from cluster.serving.text.template_arguments import ChatPrompt
 from cluster.structured.compiler import StructureCompiler

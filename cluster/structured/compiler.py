@@ -67,10 +67,7 @@ class StructureCompiler:
     """Compiles the structures of one model. Any thread and any event loop may use it."""
 
     def __init__(
-        self,
-        make_vocabulary: Callable[[], Vocabulary],
-        *,
-        limits: CompileLimits | None = None,
+        self, make_vocabulary: Callable[[], Vocabulary], *, limits: CompileLimits | None = None
     ) -> None:
         """`make_vocabulary` is called once, for the first structure or at warm-up."""
         self._limits = limits or CompileLimits()
@@ -154,10 +151,7 @@ class StructureCompiler:
             if key in self._running:
                 return self._running[key]
             tenant, structure = key
-            running = self._threads.submit_task(
-                tenant,
-                lambda: self._compile(tenant, structure),
-            )
+            running = self._threads.submit_task(tenant, lambda: self._compile(tenant, structure))
             self._running[key] = running
         # Outside of the lock, as the callback runs at once if the task has ended.
         running.add_done_callback(lambda done: self._cache_result(key, done))

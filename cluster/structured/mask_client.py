@@ -44,12 +44,7 @@ if TYPE_CHECKING:
     from cluster.structured.messages import GrammarText
     from pagedray.request import AskedMasks, Request
 
-__all__ = [
-    "CompiledGrammar",
-    "MaskClient",
-    "MaskProcessDiedError",
-    "MatcherHandle",
-]
+__all__ = ["CompiledGrammar", "MaskClient", "MaskProcessDiedError", "MatcherHandle"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +98,7 @@ class CompiledGrammar:
         return self._source.matcher(self, request)
 
     def masks(
-        self,
-        asked: Sequence[AskedMasks],
-        *,
-        num_awaited: int,
-        wait_s: float,
+        self, asked: Sequence[AskedMasks], *, num_awaited: int, wait_s: float
     ) -> list[Outcome | None]:
         """Return the masks of matchers, of this or other grammars; see `MaskClient.masks`."""
         return self._source.masks(asked, num_awaited=num_awaited, wait_s=wait_s)

@@ -57,10 +57,7 @@ class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
 def limits_for(compile_s: float) -> CompileLimits:
     """Return the limits that go with a limit of CPU time to compile."""
     return CompileLimits(
-        compile_s=compile_s,
-        wait_s=5 * compile_s,
-        repeat_s=compile_s / 10,
-        mask_s=compile_s / 100,
+        compile_s=compile_s, wait_s=5 * compile_s, repeat_s=compile_s / 10, mask_s=compile_s / 100
     )
 
 

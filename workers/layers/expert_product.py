@@ -17,11 +17,7 @@ from pagedray.weight_format import MXFP4_BLOCK_SIZE, Fp8Format
 from workers.layers.activation import activation_function, clamped_gate
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
-from workers.layers.linear_choice import (
-    linear_kernel_class,
-    make_exact_kernel,
-    make_linear_kernel,
-)
+from workers.layers.linear_choice import linear_kernel_class, make_exact_kernel, make_linear_kernel
 from workers.layers.weight import Layer, Placement, WeightShard
 
 if TYPE_CHECKING:

@@ -180,9 +180,7 @@ def quantized_gate_kernel(
     return partial(quantized_gated, kind=activation)
 
 
-def soft_cap_kernel(
-    device: torch.device,
-) -> Callable[[torch.Tensor, float], torch.Tensor] | None:
+def soft_cap_kernel(device: torch.device) -> Callable[[torch.Tensor, float], torch.Tensor] | None:
     """Return the kernel that caps logits, `[num_rows, size]`, and returns them in float32."""
     if device.type != "cuda":
         return None

@@ -17,12 +17,7 @@ from torch.nn import functional
 
 from attention.abstract import StateTensor
 from attention.kernels.arguments import DeltaGates, GatedNorm, RowConv, ScanGates, Segments
-from attention.kernels.recurrent import (
-    causal_conv,
-    gated_delta_rule,
-    gated_norm,
-    selective_scan,
-)
+from attention.kernels.recurrent import causal_conv, gated_delta_rule, gated_norm, selective_scan
 from pagedray.rank_roofline import WeightWork
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear, columns_of
 from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of

@@ -217,11 +217,4 @@ def make_mlp(
     experts = replace(experts, num_stacked=num_stacked(config, experts, place))
     if experts.shared_size is not None and not experts.num_stacked:
         shared = mlp(names.shared_input, names.shared_output, experts.shared_size)
-    return ExpertLayer(
-        prefix,
-        names,
-        experts,
-        place,
-        hidden_size=config.hidden_size,
-        shared=shared,
-    )
+    return ExpertLayer(prefix, names, experts, place, hidden_size=config.hidden_size, shared=shared)

@@ -17,11 +17,7 @@ import torch
 
 from pagedray.rank_progress import Phase
 from workers.layers.mlp import MLP
-from workers.models.decoder_layer import (
-    DecoderLayer,
-    ParallelDecoderLayer,
-    TwoMixerDecoderLayer,
-)
+from workers.models.decoder_layer import DecoderLayer, ParallelDecoderLayer, TwoMixerDecoderLayer
 from workers.models.fused_norm import Delta, FusedNorm, NormedDelta, Rows
 from workers.models.fused_parts import FusedAttention, FusedRecurrence, fused_mixer, fused_mlp
 from workers.models.scaled_layer import ScaledDecoderLayer

@@ -147,12 +147,7 @@ class DecoderSelfAttention(CompositeLayer):
         self._is_source = any(heads.source == layer_index for heads in config.layer_heads)
         index = config.cache_indices[layer_index]
         assert index is not None
-        self.layer = Attention(
-            params,
-            layer_index=index,
-            backend=place.backend,
-            sinks=self._sinks,
-        )
+        self.layer = Attention(params, layer_index=index, backend=place.backend, sinks=self._sinks)
         self.output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
@@ -299,12 +294,7 @@ def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> li
 
 
 def _head_norm(
-    prefix: str,
-    config: ModelConfig,
-    params: AttentionParams,
-    place: Placement,
-    *,
-    has_keys: bool,
+    prefix: str, config: ModelConfig, params: AttentionParams, place: Placement, *, has_keys: bool
 ) -> QKNorm | WholeQKNorm | None:
     """Return the norm of queries and keys, or None. Without keys, it is that of queries."""
     if not config.has_qk_norm:
@@ -455,10 +445,7 @@ class CachedAttention(StepAttention):
     """
 
     def __init__(
-        self,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        states: StepStates | None = None,
+        self, kv_cache: torch.Tensor, metadata: AttentionMetadata, states: StepStates | None = None
     ) -> None:
         super().__init__()
         self._kv_cache = kv_cache

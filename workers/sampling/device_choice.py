@@ -115,13 +115,7 @@ def upload_draws(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[T
     columns = np.empty(first + NUM_PARAMETERS * num_rows)
     columns[:num_rows] = indices.view(np.float64)
     columns[first:] = np.concatenate(
-        (
-            1.0 / draws.temperature,
-            draws.top_k,
-            draws.top_p,
-            floor,
-            draws.key.view(np.float64),
-        )
+        (1.0 / draws.temperature, draws.top_k, draws.top_p, floor, draws.key.view(np.float64))
     )
     uploaded = uploader.upload(columns)
     parameters = uploaded[first:].view(NUM_PARAMETERS, num_rows)

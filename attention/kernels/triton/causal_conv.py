@@ -65,10 +65,7 @@ def _tap(
 
 @triton.jit
 def _store_sums(
-    out: tl.tensor,
-    is_there: tl.tensor,
-    sums: tl.tensor,
-    has_silu: tl.constexpr,
+    out: tl.tensor, is_there: tl.tensor, sums: tl.tensor, has_silu: tl.constexpr
 ) -> None:
     """Store the results of a token."""
     if has_silu:

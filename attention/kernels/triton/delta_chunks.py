@@ -449,16 +449,7 @@ def delta_chunks(
         **launch_options(device),
     )
     pass_chunks(
-        query,
-        key,
-        out,
-        decays,
-        key_scales,
-        states,
-        segments,
-        out,
-        from_state=from_state,
-        skip=None,
+        query, key, out, decays, key_scales, states, segments, out, from_state=from_state, skip=None
     )
 
 

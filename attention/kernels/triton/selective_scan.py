@@ -93,27 +93,8 @@ def selective_scan(
             **launch_options(x.device),
         )
         pass_chunks(
-            c,
-            b,
-            x,
-            decays,
-            step_sizes,
-            states,
-            segments,
-            out,
-            from_state=None,
-            skip=gates.d,
+            c, b, x, decays, step_sizes, states, segments, out, from_state=None, skip=gates.d
         )
     parameters = gates.dt, gates.dt, gates.a_log, gates.dt_bias, gates.d
-    launch_step(
-        c,
-        b,
-        x,
-        parameters,
-        states,
-        segments,
-        out,
-        has_gates=False,
-        is_delta=False,
-    )
+    launch_step(c, b, x, parameters, states, segments, out, has_gates=False, is_delta=False)
     return out

@@ -318,9 +318,7 @@ _RESPONSE_SCHEMAS: Json = {
         usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
     "Pooling": _object(
-        object=_const("pooling"),
-        index=_COUNT,
-        data={"anyOf": [_list({"type": "number"}), _STRING]},
+        object=_const("pooling"), index=_COUNT, data={"anyOf": [_list({"type": "number"}), _STRING]}
     ),
     "PoolingList": _object(
         object=_const("list"),
@@ -335,18 +333,11 @@ _RESPONSE_SCHEMAS: Json = {
     ),
     "Error": _object(
         error=_object(
-            message=_STRING,
-            type=_STRING,
-            param=_nullable(_STRING),
-            code=_nullable(_STRING),
+            message=_STRING, type=_STRING, param=_nullable(_STRING), code=_nullable(_STRING)
         )
     ),
     "Model": _object(
-        id=_STRING,
-        object=_const("model"),
-        created=_COUNT,
-        owned_by=_STRING,
-        max_model_len=_COUNT,
+        id=_STRING, object=_const("model"), created=_COUNT, owned_by=_STRING, max_model_len=_COUNT
     ),
     "ModelList": _object(object=_const("list"), data=_list(_reference("Model"))),
     "RankedDocument": _open_object(
@@ -382,9 +373,7 @@ _RESPONSE_SCHEMAS: Json = {
         },
     ),
     "ToolCall": _object(
-        id=_STRING,
-        type=_const("function"),
-        function=_object(name=_STRING, arguments=_STRING),
+        id=_STRING, type=_const("function"), function=_object(name=_STRING, arguments=_STRING)
     ),
     "Usage": _object(
         prompt_tokens=_COUNT,

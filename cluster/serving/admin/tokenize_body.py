@@ -11,11 +11,7 @@ from cluster.serving.inputs import TokenizeInput
 from cluster.serving.json_body import Body, described
 from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools, tools_field
-from cluster.serving.text.template_arguments import (
-    MAX_DOCUMENTS,
-    ChatPrompt,
-    TemplateArguments,
-)
+from cluster.serving.text.template_arguments import MAX_DOCUMENTS, ChatPrompt, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
 

@@ -103,10 +103,7 @@ class _MessagesHandlers:
         with rewording_length_errors():
             given, tools, is_stream = await call.body(MessagesBody, read)
             given = replace(
-                given,
-                tenant=call.tenant.name,
-                origin=call.origin,
-                continuation=call.continuation,
+                given, tenant=call.tenant.name, origin=call.origin, continuation=call.continuation
             )
             structure = "tools" if tools.sets_structure else "output_config.format"
             names = {"structure": structure, **_NAMES}
@@ -117,12 +114,7 @@ class _MessagesHandlers:
         turns = Turns(tools, generation.reasoning, self._servicer.tokenizer.token_bytes)
         response = MessagesResponse(generation, turns, model=self._servicer.config.model.name)
         answer = await answer_call(
-            self._servicer,
-            call,
-            generation,
-            response,
-            is_stream=is_stream,
-            waiting_event=_PING,
+            self._servicer, call, generation, response, is_stream=is_stream, waiting_event=_PING
         )
         # Anthropic's libraries read the id from this header.
         answer.headers["request-id"] = generation.id

@@ -375,10 +375,7 @@ def _arrival(call: HttpCall, operation: Operation | None) -> Arrival | None:
     if operation is None:
         return None
     return Arrival(
-        operation=operation,
-        tenant=call.tenant.name,
-        client_id=call.client_id,
-        origin=call.origin,
+        operation=operation, tenant=call.tenant.name, client_id=call.client_id, origin=call.origin
     )
 
 

@@ -302,10 +302,7 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             # The parser stops at an upgrade: the head is parsed again without it.
             head = head_without_upgrade(
-                self.parser.get_method(),
-                self.url,
-                self.parser.get_http_version(),
-                self.headers,
+                self.parser.get_method(), self.url, self.parser.get_http_version(), self.headers
             )
             self.parser = httptools.HttpRequestParser(self)
             try:

@@ -143,10 +143,7 @@ class _OpenAIHandlers:
                 given=None
                 if _resumes(call, body)
                 else body.to_input(
-                    call.client_id,
-                    tools,
-                    known_variables=variables,
-                    note_ignored=call.ignored.note,
+                    call.client_id, tools, known_variables=variables, note_ignored=call.ignored.note
                 ),
                 names=body.names(tools),
                 tools=tools,
@@ -161,10 +158,7 @@ class _OpenAIHandlers:
         generation = await self._start(call, parsed.given, parsed.names)
         token_bytes = self._servicer.tokenizer.token_bytes
         turns = Turns(
-            parsed.tools,
-            generation.reasoning,
-            token_bytes,
-            shows_reasoning=parsed.shows_reasoning,
+            parsed.tools, generation.reasoning, token_bytes, shows_reasoning=parsed.shows_reasoning
         )
         format = ChatFormat(
             generation, token_bytes, parsed.options, turns, has_functions=parsed.has_functions
@@ -240,9 +234,7 @@ class _OpenAIHandlers:
                 # All of them at once would hold the event loop.
                 await asyncio.sleep(0)
                 text = await self._servicer.detokenize(
-                    token_ids,
-                    tenant=given.tenant,
-                    skip_special_tokens=given.skips_special_tokens,
+                    token_ids, tenant=given.tenant, skip_special_tokens=given.skips_special_tokens
                 )
                 texts.append(text)
             return tuple(texts)

@@ -19,13 +19,7 @@ from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        AsyncIterator,
-        Callable,
-        Coroutine,
-        Sequence,
-    )
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 
     from starlette.types import Receive, Scope, Send
 

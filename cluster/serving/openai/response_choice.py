@@ -307,11 +307,7 @@ def _listed(
     if token.rank > number or token_id not in token.token_ids[:number]:
         entries.append((token_id, token.chosen, token.rank))
     return {
-        str(other): {
-            "logprob": finite(logprob),
-            "rank": rank,
-            "decoded_token": token_text(other),
-        }
+        str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(other)}
         for other, logprob, rank in entries
     }
 

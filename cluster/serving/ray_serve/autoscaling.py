@@ -71,12 +71,7 @@ def desired_replicas(
 class TokensPolicy:
     """The policy that Ray Serve creates and calls."""
 
-    def __init__(
-        self,
-        *,
-        target_tokens: float | None,
-        target_kv_use: float,
-    ) -> None:
+    def __init__(self, *, target_tokens: float | None, target_kv_use: float) -> None:
         self._target_tokens = target_tokens
         self._target_kv_use = target_kv_use
 

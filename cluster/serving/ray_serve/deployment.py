@@ -233,12 +233,7 @@ class PagedRay(ServedReplica):
         Raises RequestError or EngineError.
         """
         return await self._handle.score(
-            query,
-            documents,
-            instruction=instruction,
-            model=model,
-            timeout_s=timeout_s,
-            key=key,
+            query, documents, instruction=instruction, model=model, timeout_s=timeout_s, key=key
         )
 
     async def abort(self, request_ids: Sequence[str], *, key: str | None = None) -> None:

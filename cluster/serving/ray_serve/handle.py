@@ -257,8 +257,7 @@ def _read_deadline(timeout_s: float | None) -> float | None:
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if not (is_number and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise InvalidRequestError(
-            f"timeout_s must be in (0, {MAX_TIMEOUT_S}], not {timeout_s!r:.80}.",
-            param="timeout_s",
+            f"timeout_s must be in (0, {MAX_TIMEOUT_S}], not {timeout_s!r:.80}.", param="timeout_s"
         )
     return time.monotonic() + timeout_s
 

@@ -235,9 +235,7 @@ def named_replica(key: str) -> str | None:
     return key.removeprefix(_REPLICA) if key.startswith(_REPLICA) else None
 
 
-def prefix_key(
-    prompt: Prompt | Sequence[int] | Sequence[Mapping[str, object]],
-) -> str | None:
+def prefix_key(prompt: Prompt | Sequence[int] | Sequence[Mapping[str, object]]) -> str | None:
     """Return a key that is equal for prompts with a common prefix; None for an empty prompt.
 
     It is also None for token ids that are not integers, which the replica rejects. The

@@ -256,8 +256,7 @@ def _part_text(given: object, where: str, role: str) -> str:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
         raise InvalidRequestError(
-            f"{where} is not supported: the model only reads text, not {kind} parts.",
-            param=where,
+            f"{where} is not supported: the model only reads text, not {kind} parts.", param=where
         )
     if kind == "refusal" and role == "assistant":
         return read_part(RefusalPart, given, where).refusal
@@ -402,8 +401,7 @@ def check_included_fields(names: Iterable[object]) -> None:
     for name in names:
         if name == _LOGPROBS:
             raise InvalidRequestError(
-                f"{_LOGPROBS} is not supported in include: use /v1/chat/completions.",
-                param=INCLUDE,
+                f"{_LOGPROBS} is not supported in include: use /v1/chat/completions.", param=INCLUDE
             )
         if name not in _WITHOUT_EFFECT:
             raise InvalidRequestError(
@@ -476,7 +474,7 @@ class NamespaceTool(OpenPart):
             "type": "array",
             "items": named_schema("FunctionTool"),
             "maxItems": MAX_TOOLS,
-        },
+        }
     )
 
 

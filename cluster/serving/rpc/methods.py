@@ -108,8 +108,7 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
             run = _one_message(run)
         answer = _answering(run, reader, servicer, writes, name=method.name)
         handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-            _handler(answer),
-            response_serializer=_serialize,
+            _handler(answer), response_serializer=_serialize
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 

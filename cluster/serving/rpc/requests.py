@@ -265,8 +265,7 @@ def _timeout_s(timeout: Duration) -> float:
     timeout_s = timeout.seconds + timeout.nanos / 1e9
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
-            f"timeout must be in (0, {MAX_TIMEOUT_S}] seconds, not {timeout_s:g}.",
-            param="timeout",
+            f"timeout must be in (0, {MAX_TIMEOUT_S}] seconds, not {timeout_s:g}.", param="timeout"
         )
     return timeout_s
 

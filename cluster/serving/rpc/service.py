@@ -192,11 +192,7 @@ class GrpcService:
         self._tenant(call)
         config = self._servicer.config
         models = [
-            pb.Model(
-                name=name,
-                context_length=config.max_model_len,
-                is_encoder=config.model.pools,
-            )
+            pb.Model(name=name, context_length=config.max_model_len, is_encoder=config.model.pools)
             for name in served_names(config.model)
         ]
         return pb.ListModelsResponse(models=models)

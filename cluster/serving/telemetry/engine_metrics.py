@@ -197,10 +197,7 @@ def _preemption_families(stats: EngineStats) -> Iterator[Metric]:
         "preemptions",
         "Preempted sequences, by kind",
         "kind",
-        {
-            "swap": scheduler.num_swap_preemptions,
-            "recompute": scheduler.num_recompute_preemptions,
-        },
+        {"swap": scheduler.num_swap_preemptions, "recompute": scheduler.num_recompute_preemptions},
     )
     yield _labeled_counter(
         "swapped_bytes",

@@ -228,11 +228,7 @@ def _to_json(
 ) -> str:
     # The parameters of Transformers, in the same order.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
@@ -372,8 +368,7 @@ class ChatTemplates:
         template = self._tool_use if tools else self._default
         if template is None:
             raise InvalidRequestError(
-                "The model has no chat template for conversations without tools.",
-                param="messages",
+                "The model has no chat template for conversations without tools.", param="messages"
             )
         return template
 

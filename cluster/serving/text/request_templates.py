@@ -30,12 +30,7 @@ from cluster.structured.child_process import (
     write_frame,
 )
 from cluster.structured.fair_thread_pool import FairThreadPool
-from pagedray.errors import (
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    ShuttingDownError,
-)
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 from pagedray.machine import child_environment, lower_priority
 
 if TYPE_CHECKING:

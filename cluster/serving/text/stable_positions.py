@@ -31,10 +31,7 @@ _ANSWER = ChatMessage("assistant", "x")
 _QUESTION = ChatMessage("user", "x")
 _CALL = MessageToolCall(id="call00000", name="x", arguments={})
 _RESULT = ChatMessage("tool", "x", tool_call_id=_CALL.id, name=_CALL.name)
-_NEXT_TURNS = (
-    (_ANSWER, _QUESTION),
-    (ChatMessage("assistant", "", tool_calls=(_CALL,)), _RESULT),
-)
+_NEXT_TURNS = ((_ANSWER, _QUESTION), (ChatMessage("assistant", "", tool_calls=(_CALL,)), _RESULT))
 """Messages that a client may append: a question, or the result of a tool call."""
 
 

@@ -207,10 +207,7 @@ class TextStream:
         return msgspec.structs.replace(output, error=event.error, is_lethal=event.is_lethal)
 
     def _output(
-        self,
-        draft: _OutputDraft,
-        finish_reason: FinishReason | None,
-        stop_reason: str | int | None,
+        self, draft: _OutputDraft, finish_reason: FinishReason | None, stop_reason: str | int | None
     ) -> SequenceOutput:
         self.is_finished = finish_reason is not None
         return SequenceOutput(
@@ -306,11 +303,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self,
-        token_bytes: TokenBytes,
-        *,
-        is_continuation: bool,
-        skips_special_tokens: bool = True,
+        self, token_bytes: TokenBytes, *, is_continuation: bool, skips_special_tokens: bool = True
     ) -> None:
         """With `is_continuation`, other text precedes, so that a leading space is kept."""
         by_id = token_bytes.ordinary_by_id if skips_special_tokens else token_bytes.by_id
@@ -331,9 +324,7 @@ class IncrementalDetokenizer:
             map(token_bytes.is_special, prompt)
         )
         return cls(
-            token_bytes,
-            is_continuation=is_continuation,
-            skips_special_tokens=skips_special_tokens,
+            token_bytes, is_continuation=is_continuation, skips_special_tokens=skips_special_tokens
         )
 
     def add_tokens(self, token_ids: Sequence[int]) -> str:

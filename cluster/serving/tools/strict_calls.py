@@ -113,10 +113,7 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
     "deepseek_v31": _DEEPSEEK,
     # In JSON, which the model also writes, and the reader reads.
     "gemma4": _Form(
-        mark=GEMMA_BEGIN,
-        begin=("call:{name}",),
-        end=(GEMMA_END,),
-        separator=(GEMMA_BEGIN,),
+        mark=GEMMA_BEGIN, begin=("call:{name}",), end=(GEMMA_END,), separator=(GEMMA_BEGIN,)
     ),
     "hermes": _Form(
         mark=HERMES_BEGIN,

@@ -50,11 +50,7 @@ class ToolUse:
     """The tools of one request with its tool choice."""
 
     def __init__(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoice,
-        *,
-        tool_format: ToolCallFormat | None,
+        self, tools: Sequence[Tool], choice: ToolChoice, *, tool_format: ToolCallFormat | None
     ) -> None:
         """The limits of each tool have been checked. Raises InvalidRequestError."""
         check_tools(tools)
@@ -139,10 +135,7 @@ class ToolUse:
         assert self._tool_format is not None
         if self._form is not None:
             return ChoiceReader(
-                schemas,
-                mark=self._form.mark,
-                is_parallel=is_parallel,
-                has_short_ids=has_short_ids,
+                schemas, mark=self._form.mark, is_parallel=is_parallel, has_short_ids=has_short_ids
             )
         reader = turn_reader(self._tool_format, schemas, is_parallel=is_parallel)
         reader.has_grammar = any(tool.is_strict for tool in self._tools)

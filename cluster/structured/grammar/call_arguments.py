@@ -33,11 +33,7 @@ from cluster.structured.grammar.expressions import (
     replaced,
     separated,
 )
-from cluster.structured.grammar.json_schema import (
-    members_in_order,
-    read_json_schema,
-    read_members,
-)
+from cluster.structured.grammar.json_schema import members_in_order, read_json_schema, read_members
 from cluster.structured.grammar.rewrites import counted_letters
 from cluster.structured.grammar.schema_keywords import (
     fail,
@@ -88,12 +84,7 @@ _PYTHON_BOOLEAN = Alternation(tuple(map(Text, ("True", "False", "true", "false")
 _PYTHON_NULL = Alternation((Text("None"), Text("null")))
 """The reader accepts the names of JSON, too."""
 _AFTER_PYTHON_STRING = Lookahead(
-    Concat(
-        (
-            SPACE,
-            Characters(tuple((ord(c), ord(c)) for c in "),:]}")),
-        )
-    )
+    Concat((SPACE, Characters(tuple((ord(c), ord(c)) for c in "),:]}"))))
 )
 
 
@@ -475,12 +466,7 @@ def _read_calls(given: CallsStructure) -> tuple[dict[str, Expression], Rule]:
     more = Repeat(Concat((spaced(given.separator), one)), 0, None)
     calls = Rule("calls")
     rules[calls.name] = Concat(
-        (
-            spaced(given.opening),
-            one,
-            *((more,) if given.is_parallel else ()),
-            spaced(given.closing),
-        )
+        (spaced(given.opening), one, *((more,) if given.is_parallel else ()), spaced(given.closing))
     )
     return rules, calls
 

@@ -372,10 +372,7 @@ ESCAPE = Concat((Text("\\"), _one_of('"\\/bfnrt')))
 # xgrammar precomputes the tokens that may follow within a rule but not across rules: text that one
 # token may span is not split into rules.
 CONTENT = Concat(
-    (
-        Repeat(PLAIN, 0, None),
-        Repeat(Concat((*ESCAPE.parts, Repeat(PLAIN, 0, None))), 0, None),
-    )
+    (Repeat(PLAIN, 0, None), Repeat(Concat((*ESCAPE.parts, Repeat(PLAIN, 0, None))), 0, None))
 )
 
 

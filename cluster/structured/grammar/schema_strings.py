@@ -175,11 +175,7 @@ def _format_of(schema: Schema, path: str) -> str | None:
 
 
 def _limited(
-    parts: tuple[Expression, ...],
-    minimum: int,
-    maximum: int | None,
-    text: Expression,
-    path: str,
+    parts: tuple[Expression, ...], minimum: int, maximum: int | None, text: Expression, path: str
 ) -> tuple[Expression, ...]:
     """Return strings of parts of an allowed length, but not all of them if several parts vary."""
     # Text around a pattern is limited like the pattern.

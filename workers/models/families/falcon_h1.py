@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import (
-    ModelConfig,
-    Multipliers,
-    RecurrentConfig,
-    ScanNorm,
-    TensorNames,
-)
+from pagedray.model_config import ModelConfig, Multipliers, RecurrentConfig, ScanNorm, TensorNames
 from workers.models.config_json.family import (
     MAX_FACTOR,
     MAX_SIZE,

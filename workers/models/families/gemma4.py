@@ -149,10 +149,7 @@ def _layer_heads(
 
 
 def _heads_of_layers(
-    sections: ConfigFile,
-    config: ModelConfig,
-    plain: LayerHeads,
-    windows: tuple[int | None, ...],
+    sections: ConfigFile, config: ModelConfig, plain: LayerHeads, windows: tuple[int | None, ...]
 ) -> tuple[LayerHeads, ...]:
     """Return the heads that a section names by layer."""
     by_layer = dict.fromkeys(range(config.num_layers), plain)

@@ -48,9 +48,7 @@ _STACKED_NAMES_GRANITE_MOE = replace(
 
 _STACKED_HYBRID = replace(_STACKED_NAMES_GRANITE_MOE, recurrent="mamba")
 _NAMES_DENSE_HYBRID = TensorNames(
-    recurrent="mamba",
-    mlp_input=("shared_mlp.input_linear",),
-    mlp_output="shared_mlp.output_linear",
+    recurrent="mamba", mlp_input=("shared_mlp.input_linear",), mlp_output="shared_mlp.output_linear"
 )
 
 
@@ -186,9 +184,7 @@ def _read_hybrid_granite(file: ConfigFile) -> ModelConfig:
         config = granite_config(file, GRANITE_HYBRID.architecture)
         config = replace(config, names=_NAMES_DENSE_HYBRID, intermediate_size=shared_size)
     return replace(
-        config,
-        rope=config.rope if has_rope else None,
-        recurrent=_recurrent_granite(file, config),
+        config, rope=config.rope if has_rope else None, recurrent=_recurrent_granite(file, config)
     )
 
 

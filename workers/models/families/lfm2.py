@@ -39,10 +39,7 @@ _NAMES_MOE = replace(
     _NAMES,
     router="feed_forward.gate",
     router_bias="feed_forward.expert_bias",
-    expert_input=(
-        "feed_forward.experts.{}.w1.weight",
-        "feed_forward.experts.{}.w3.weight",
-    ),
+    expert_input=("feed_forward.experts.{}.w1.weight", "feed_forward.experts.{}.w3.weight"),
     expert_output="feed_forward.experts.{}.w2.weight",
 )
 _STACKED_NAMES_MOE = replace(

@@ -6,13 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pagedray.model_config import (
-    ModelConfig,
-    MtpLayer,
-    RecurrentConfig,
-    TensorNames,
-    TextTensors,
-)
+from pagedray.model_config import ModelConfig, MtpLayer, RecurrentConfig, TensorNames, TextTensors
 from workers.models.config_json.family import (
     MAX_HEAD_SIZE,
     MAX_HEADS,
@@ -51,9 +45,7 @@ _NAMES = TensorNames(
     shared_gate="mlp.shared_expert_gate",
 )
 _STACKED_NAMES = replace(
-    _NAMES,
-    expert_input=STACKED_NAMES.expert_input,
-    expert_output=STACKED_NAMES.expert_output,
+    _NAMES, expert_input=STACKED_NAMES.expert_input, expert_output=STACKED_NAMES.expert_output
 )
 # As in checkpoints of a model that also reads images.
 _TEXT_PREFIXES = (

@@ -18,10 +18,4 @@ from attention.kernels.triton.choice.launch import (
     local_maxima,
 )
 
-__all__ = [
-    "argmax",
-    "choose_filtered",
-    "choose_greedy",
-    "choose_unfiltered",
-    "local_maxima",
-]
+__all__ = ["argmax", "choose_filtered", "choose_greedy", "choose_unfiltered", "local_maxima"]

@@ -34,13 +34,7 @@ from attention.kernels.triton.choice.threshold_search import (
 )
 from attention.kernels.triton.kernel_launcher import KernelLauncher
 
-__all__ = [
-    "argmax",
-    "choose_filtered",
-    "choose_greedy",
-    "choose_unfiltered",
-    "local_maxima",
-]
+__all__ = ["argmax", "choose_filtered", "choose_greedy", "choose_unfiltered", "local_maxima"]
 
 _CHUNK = 4096
 """Scores are divided among programs in multiples of this number."""
@@ -162,13 +156,7 @@ def choose_filtered(
         )  # fmt: skip
     found = (brackets, open_flags, counters, equals, candidates)
     collect_candidates[grid](
-        *common,
-        *found,
-        *rows.shape,
-        **read,
-        capacity=capacity,
-        shift=shift,
-        num_warps=4,
+        *common, *found, *rows.shape, **read, capacity=capacity, shift=shift, num_warps=4
     )
     find_cuts[(num_rows,)](
         *common,

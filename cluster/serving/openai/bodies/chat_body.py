@@ -134,10 +134,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: Any = described(  # Any: a string or a number
         "A variable of the chat template, a name or a number. Also sets `enable_thinking`: to "
         "false if it is `none`, otherwise to true. Ignored if the template reads neither.",
-        anyOf=[
-            {"enum": list(EFFORTS)},
-            {"type": "number", "minimum": 0, "maximum": MAX_EFFORT},
-        ],
+        anyOf=[{"enum": list(EFFORTS)}, {"type": "number", "minimum": 0, "maximum": MAX_EFFORT}],
     )
 
     prediction: Any = described(  # Any: an object, which is read when it is used

@@ -332,8 +332,7 @@ def _integers_of(given: object, name: str) -> tuple[object, ...]:
     if not set(map(type, given)) <= {int}:
         index, wrong = next((index, one) for index, one in enumerate(given) if type(one) is not int)
         raise InvalidRequestError(
-            f"{name}.{index} must be an integer, not {quote_json(wrong)}.",
-            param=f"{name}.{index}",
+            f"{name}.{index} must be an integer, not {quote_json(wrong)}.", param=f"{name}.{index}"
         )
     return tuple(given)
 

@@ -46,15 +46,7 @@ __all__ = [
 ]
 
 _MEDIA = frozenset(
-    (
-        "audio_url",
-        "file",
-        "image_url",
-        "input_audio",
-        "input_file",
-        "input_image",
-        "video_url",
-    )
+    ("audio_url", "file", "image_url", "input_audio", "input_file", "input_image", "video_url")
 )
 
 
@@ -159,8 +151,7 @@ def _read_part(given: dict[str, object], where: str, role: str) -> _Part:
         raise missing_field(("type",), given, where, CONTENT_PARTS.values())
     if isinstance(kind, str) and kind in _MEDIA:
         raise InvalidRequestError(
-            f"{where} is not supported: the model only reads text, not {kind} parts.",
-            param=where,
+            f"{where} is not supported: the model only reads text, not {kind} parts.", param=where
         )
     found = CONTENT_PARTS.get(kind) if isinstance(kind, str) else None
     if found is None:
@@ -230,10 +221,7 @@ class Message(OpenPart):
         "tool.",
         anyOf=[
             {"type": "string"},
-            {
-                "type": "array",
-                "items": {"anyOf": [{"type": "string"}, *_PART_SCHEMAS]},
-            },
+            {"type": "array", "items": {"anyOf": [{"type": "string"}, *_PART_SCHEMAS]}},
         ],
     )
     tool_calls: Any = described(  # Any: as above
@@ -363,10 +351,7 @@ def _check_length(given: str, param: str) -> None:
 
 
 def _reasoning_of(message: Message, where: str) -> str | None:
-    given = {
-        "reasoning_content": message.reasoning_content,
-        "reasoning": message.reasoning,
-    }
+    given = {"reasoning_content": message.reasoning_content, "reasoning": message.reasoning}
     found = {name: text for name, text in given.items() if text}
     if not found:
         is_empty = message.role == "assistant" and "" in given.values()

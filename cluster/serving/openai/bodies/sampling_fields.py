@@ -363,8 +363,7 @@ def _bias_of(given: object) -> dict[object, object]:
     wrong = next((name for name in given if not _INTEGER.fullmatch(name)), None)
     if wrong is not None:
         raise InvalidRequestError(
-            f'logit_bias maps token ids, such as "5", and not {quote(wrong)}.',
-            param="logit_bias",
+            f'logit_bias maps token ids, such as "5", and not {quote(wrong)}.', param="logit_bias"
         )
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
