@@ -258,6 +258,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     It has only decodes, of sequences of that step, at the positions that follow if all drafts of
     that step are right: each position is too high by the number of wrong drafts of its row. Chains
     have no `draft_ids`: their drafts are the first guesses of the draft head behind that step."""
+    feeds_head: bool = True
+    """Whether a draft head reads the tokens of the step; if not, it guesses none."""
 
     @property
     def num_tokens(self) -> int:

@@ -136,8 +136,8 @@ class ModelRunner:
                     inputs.sampled_rows, inputs.sampled_positions
                 )
                 choose = self._choose(inputs, hidden)
-                sample = partial(self._sample, inputs, choose, plan.num_drafts)
-            elif self._drafting is not None:
+                sample = partial(self._sample, inputs, choose, plan)
+            elif self._drafting is not None and plan.feeds_head:
                 self._drafting.run(inputs, self.forward_pass.metadata, None, 0)
             self._cache.copy_blocks(plan.late_copies)
         pending = PendingTokens(
@@ -167,17 +167,17 @@ class ModelRunner:
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 
     def _sample(
-        self, inputs: StepInputs, choose: Sample, num_drafts: int, masks: StepMasks | None
+        self, inputs: StepInputs, choose: Sample, plan: StepPlan, masks: StepMasks | None
     ) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
         sampled = choose(masks)
         if inputs.has_kept_states:
             self.forward_pass.accept_drafts(sampled.token_ids)
         token_ids = self._batch.append_sampled(inputs, sampled.token_ids)
-        if self._drafting is None:
+        if self._drafting is None or not plan.feeds_head:
             return replace(sampled, token_ids=token_ids)
         metadata = self.forward_pass.metadata
-        draft_ids = self._drafting.run(inputs, metadata, sampled.token_ids, num_drafts)
+        draft_ids = self._drafting.run(inputs, metadata, sampled.token_ids, plan.num_drafts)
         return replace(sampled, token_ids=token_ids, draft_ids=draft_ids)
 
 

@@ -301,6 +301,27 @@ def test_drafts_follow_prompts_and_chains(
     rank.close()
 
 
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_only_keys_of_the_head_are_missing_without_feeding(
+    is_sampled: bool, tmp_path: Path
+) -> None:
+    folder = original_folder(tmp_path / "head")
+    pools, token_ids = [], []
+    for feeds_head in (True, False):
+        rank = Rank(folder)
+        chunks = [SequencePlan(0, 0, 7, is_sampled)]
+        starts = [start(0, [5, 9, 7, 3, 11, 6, 2], [4, 5])]
+        output = rank.launch(chunks, 0, starts=starts, feeds_head=feeds_head)
+        assert rank.worker._runner is not None
+        pools.append(rank.worker._runner._cache.device_pool.clone())
+        token_ids.append(output.token_ids)
+        rank.close()
+    fed, unfed = pools
+    assert token_ids[0] == token_ids[1]
+    assert (fed != unfed).any()
+    assert not unfed[fed != unfed].any()
+
+
 @pytest.mark.parametrize("is_on_device", WAYS)
 def test_drafts_of_random_rows_have_the_noise_of_the_target(
     is_on_device: bool, tmp_path: Path
