@@ -134,7 +134,9 @@ class OutputReader:
         """Append the tokens of chains up to the token that follows the last right draft."""
         events: list[TokenEvent] = []
         end = len(in_flight.sampled)
-        for chain in in_flight.chains:
+        is_overlapped = in_flight.plan.is_overlapped
+        for planned in in_flight.chains:
+            chain = planned.with_guesses() if is_overlapped else planned
             sequence, first = chain.sequence, end
             end = first + len(chain.draft_ids) + 1
             token_ids = output.token_ids[first:end]
@@ -252,8 +254,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     masked: list[MaskedRow]
     """Sequences with masked tokens, in the order of the plan."""
     chains: list[Chain] = []
-    """Sequences with drafts, which follow the other sampled sequences. No plan is made before their
-    output is known."""
+    """Sequences with drafts, which follow the other sampled sequences. Only an overlapped plan is
+    made before their output is known."""
     is_alone: bool = False
     """Whether no other plan was in flight when it was made."""
 

@@ -32,12 +32,14 @@ def make_harness(
     has_windows: bool = False,
     has_states: bool = False,
     has_drafts: bool = False,
+    has_head: bool = False,
 ) -> Harness:
     block_size = rng.choice((1, 2, 4))
     num_blocks = rng.randint(16, 40) // block_size + 2
     drafting: dict[str, Any] = {}  # Any: options of any type
-    if has_drafts:
+    if has_drafts or has_head:
         drafting = {"num_drafts": rng.randint(1, 9), "right": rng.choice((0.3, 0.8, 0.95, 1.0))}
+        drafting["has_head"] = has_head
     if has_windows:
         return make_windowed(rng, block_size=block_size, **drafting)
     if has_states:
@@ -255,12 +257,17 @@ def live(
     has_windows: bool = False,
     has_states: bool = False,
     has_drafts: bool = False,
+    has_head: bool = False,
     **weights: float,
 ) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
     harness = make_harness(
-        rng, has_windows=has_windows, has_states=has_states, has_drafts=has_drafts
+        rng,
+        has_windows=has_windows,
+        has_states=has_states,
+        has_drafts=has_drafts,
+        has_head=has_head,
     )
     for _ in range(NUM_ACTIONS):
         act(harness, rng, **weights)
