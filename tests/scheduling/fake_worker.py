@@ -276,6 +276,8 @@ class FakeWorker:
         assert plan.step == self.executed_step + 1
         if plan.is_overlapped:
             plan = self._resolved(plan)
+        # There may be blocks for the drafts of two steps, and for guesses behind them.
+        self._most_drafts = max(self._most_drafts, 3 * plan.num_drafts)
         # Live rows share no block with ended ones.
         for row in self.rows.keys() - self._held_rows.popleft():
             del self.rows[row]
@@ -373,7 +375,6 @@ class FakeWorker:
             end = one.first_position + num_refused + one.num_tokens
             assert end * len(self._windows) <= len(row.block_ids) * self.block_size
             assert end < row.start.num_prompt_tokens + row.start.sampling.max_tokens
-            self._most_drafts = max(self._most_drafts, num_refused + one.num_tokens - 1)
 
     def _refused(self, sampled: list[SequencePlan], late_rows: set[int]) -> dict[int, int]:
         """Return the number of wrong drafts of each row that samples."""
@@ -388,8 +389,6 @@ class FakeWorker:
         """Return guesses of the next tokens of a row, some of which are wrong."""
         guesses: list[int] = []
         parent, seed, index = row.chain[-1], row.start.seed, row.start.index
-        # Blocks of guesses are in tables before the tokens.
-        self._most_drafts = max(self._most_drafts, 2 * number)
         for _ in range(number):
             token_id = sample(parent, seed=seed, index=index, is_eos_allowed=True)
             if self._rng.random() > self._right:

@@ -189,6 +189,10 @@ class Invariants:
         most = self._scheduler._kv.groups.blocks_for(
             max(blocks.num_slots, blocks.num_wanted * self._block_size)
         )
+        speculator = self._scheduler._speculator
+        if speculator is not None and speculator.has_head:
+            # Free blocks may be held for the drafts of two steps, and for guesses behind them.
+            most += 3 * speculator._num_drafts * num_groups
         assert len(live) <= most, "a sequence has more blocks than were counted for it"
 
     def check_plan(self, plan: StepPlan, *, is_restricted: bool) -> None:

@@ -154,8 +154,12 @@ def act(
     restrictions: float = 0.0,
     structures: float = 0.0,
     bad_values: float = 0.0,
+    most_open: int = 7,
 ) -> None:
-    """Do one random operation that is possible; `restrictions` is the weight of one kind."""
+    """Do one random operation that is possible; `restrictions` is the weight of one kind.
+
+    At most `most_open` requests are open.
+    """
     worker = harness.worker
     match rng.choices(
         (
@@ -175,7 +179,7 @@ def act(
         (16, 50, 20, 20, 20, 15, 15, 1, 1, 0.5, 0.3, restrictions),
     )[0]:
         case "add":
-            if len(harness.scheduler._table.requests) < 7:
+            if len(harness.scheduler._table.requests) < most_open:
                 add_random(harness, rng, structures=structures, bad_values=bad_values)
         case "turn":
             harness.turn()
@@ -258,6 +262,7 @@ def live(
     has_states: bool = False,
     has_drafts: bool = False,
     has_head: bool = False,
+    most_open: int = 7,
     **weights: float,
 ) -> Harness:
     """Run a scheduler with random operations to the end."""
@@ -270,7 +275,7 @@ def live(
         has_head=has_head,
     )
     for _ in range(NUM_ACTIONS):
-        act(harness, rng, **weights)
+        act(harness, rng, most_open=most_open, **weights)
     if weights.get("restrictions"):
         harness.restrict(None)
     harness.drain()
