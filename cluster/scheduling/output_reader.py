@@ -67,7 +67,7 @@ class OutputReader:
         if in_flight.chains:
             events += self._read_chains(in_flight, output)
         if output.draft_ids:
-            _keep_drafts(in_flight, output)
+            in_flight.keep_guesses(output.draft_ids)
         if self._prompt_logprobs.requests:
             self._prompt_logprobs.keep(in_flight.prompt_logprob_rows, output.prompt_logprobs)
             events = [self._prompt_logprobs.add_to(event) for event in events]
@@ -233,15 +233,6 @@ def _num_equal(draft_ids: AnySequence[int], token_ids: AnySequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _keep_drafts(in_flight: InFlightStep, output: StepOutput) -> None:
-    """Keep the guesses of a draft head at the sequences that they continue."""
-    draft_ids, number = array("i", output.draft_ids), in_flight.plan.num_drafts
-    for place, sequence in enumerate(in_flight.sampled_sequences):
-        if sequence.drafts is not None and sequence not in in_flight.late:
-            sequence.drafts.head_ids = draft_ids[place * number : (place + 1) * number]
-            sequence.drafts.num_known = len(sequence.token_ids)
-
-
 class InFlightStep(msgspec.Struct, frozen=True):
     """A plan without an output yet."""
 
@@ -273,6 +264,14 @@ class InFlightStep(msgspec.Struct, frozen=True):
         for chain in self.chains:
             if chain.sequence is sequence:
                 sequence.refuse_drafts(len(chain.draft_ids))
+
+    def keep_guesses(self, packed_ids: bytes) -> None:
+        """Keep the guesses of a draft head at the sequences that they continue."""
+        draft_ids, number = array("i", packed_ids), self.plan.num_drafts
+        for place, sequence in enumerate(self.sampled_sequences):
+            if sequence.drafts is not None and sequence not in self.late:
+                sequence.drafts.head_ids = draft_ids[place * number : (place + 1) * number]
+                sequence.drafts.num_known = len(sequence.token_ids)
 
     @property
     def sampled_sequences(self) -> list[Sequence]:

@@ -125,11 +125,16 @@ def make_scenario(seed: int) -> Scenario:
         )
     if seed % _DRAFTED == 2:
         # Steps overlap only while nothing waits.
+        clients = scenario.clients[: draws.choice((1, 2, 3, 40))]
         scenario = replace(
             scenario,
             has_head=True,
-            clients=scenario.clients[: draws.choice((1, 2, 3, 40))],
+            clients=tuple(
+                replace(one, n=max(one.n, 2), max_tokens=max(one.max_tokens, 12)) for one in clients
+            ),
             max_num_seqs=draws.choice((3, 8)),
+            max_num_batched_tokens=max(scenario.max_num_batched_tokens, 5),
+            num_blocks=scenario.num_blocks * draws.choice((1, 1, 2)),
         )
     return scenario if seed % _STATEFUL else make_stateful(scenario)
 
