@@ -44,7 +44,7 @@ PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
-SpeculationMethod = Literal["ngram", "suffix", "eagle3", "mtp"]
+SpeculationMethod = Literal["ngram", "suffix", "eagle3", "mtp", "draft_model"]
 
 
 MOST_SPARE_STATES = 8
@@ -212,8 +212,8 @@ class SpeculationConfig:
     method: SpeculationMethod = "ngram"
     """`ngram` guesses that a sequence goes on as after an earlier occurrence of its last tokens.
     `suffix` also looks for these in past answers of the tenant.
-    `eagle3` has a draft head guess from the hidden states of the model, and `mtp` the layer of the
-    model that predicts several tokens."""
+    `eagle3` has a draft head guess from the hidden states of the model, `mtp` the layer of the
+    model that predicts several tokens, and `draft_model` a smaller model."""
     prompt_lookup_min: int = 2
     """Minimum number of these tokens."""
     prompt_lookup_max: int = 4

@@ -30,19 +30,23 @@ from pagedray.config import (
 )
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.files import has_file
-from pagedray.model_config import Dtype, Task
+from pagedray.model_config import DraftHeadConfig, Dtype, ModelConfig, Task
 from pagedray.sampling_params import SamplingParams
 from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_revision
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.quantization import with_method
-from workers.models.families.draft_heads import draft_head_method, mtp_head, read_draft_head
+from workers.models.families.drafters import (
+    draft_head_method,
+    mtp_head,
+    read_draft_head,
+    read_draft_model,
+)
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.weights.tensor_entries import folder_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pagedray.model_config import DraftHeadConfig, ModelConfig
     from workers.hub.locate import LocatedModel
 
 __all__ = [
@@ -166,6 +170,10 @@ def engine_config(
     drafter = read_drafter(
         options.speculative_config, model_config, load_format=options.load_format
     )
+    if isinstance(drafter, ModelConfig):
+        check_parallel(drafter, parallel.tensor_parallel_size)
+        if options.device != "cpu":
+            raise StartupError("speculative_config.method draft_model is supported on CPUs only.")
     return EngineConfig(
         model=model_config,
         cache=_config_from(CacheConfig, options),
@@ -192,25 +200,28 @@ def engine_config(
 
 def read_drafter(
     given: Mapping[str, object] | None, target: ModelConfig, *, load_format: LoadFormat
-) -> DraftHeadConfig | None:
-    """Return the draft head that vLLM's fields name, for a model. Raises StartupError."""
+) -> DraftHeadConfig | ModelConfig | None:
+    """Return the draft head or the draft model of vLLM's fields. Raises StartupError."""
     if given is not None and given.get("method") == "mtp":
         return mtp_head(target)
     model = (given or {}).get("model")
     if given is None or model is None or model in _NGRAM_MODELS:
         return None
     folder = Path(str(model))
-    if given.get("method", draft_head_method(folder)) != "eagle3":
+    method = given.get("method") or draft_head_method(folder) or "draft_model"
+    if method == "draft_model":
+        return read_draft_model(folder, target)
+    if method != "eagle3":
         return None
     return read_draft_head(folder, target, reads_tensors=load_format != "dummy")
 
 
 def speculation_config(
-    given: Mapping[str, object] | None, head: DraftHeadConfig | None = None
+    given: Mapping[str, object] | None, drafter: DraftHeadConfig | ModelConfig | None = None
 ) -> SpeculationConfig | None:
     """Return the configuration of speculation of vLLM's fields. Raises StartupError.
 
-    `head` is the draft head that they name, if any.
+    `drafter` is the draft head or the draft model that they name, if any.
     """
     if not given:
         return None
@@ -218,10 +229,10 @@ def speculation_config(
     model = chosen.pop("model", None)
     if model in _NGRAM_MODELS:
         chosen["method"] = "ngram"
-    if head is not None:
-        chosen["method"] = "eagle3" if head.mtp is None else "mtp"
-        if head.num_drafts is not None:
-            chosen.setdefault("num_speculative_tokens", head.num_drafts)
+    if isinstance(drafter, DraftHeadConfig):
+        chosen["method"] = "eagle3" if drafter.mtp is None else "mtp"
+        if drafter.num_drafts is not None:
+            chosen.setdefault("num_speculative_tokens", drafter.num_drafts)
     is_ngram = model is None or model in _NGRAM_MODELS
     method = chosen.setdefault("method", "ngram" if is_ngram else "draft_model")
     *others, last = get_args(SpeculationMethod)
@@ -233,8 +244,9 @@ def speculation_config(
     if method == "suffix":
         depth = "suffix_decoding_max_tree_depth"
         chosen.setdefault("num_speculative_tokens", chosen.get(depth, _DEFAULTS[depth]))
-    if method == "eagle3" and head is None:
-        raise StartupError("speculative_config.model must be the draft head for method eagle3.")
+    if method in ("eagle3", "draft_model") and drafter is None:
+        kind = "draft head" if method == "eagle3" else "draft model"
+        raise StartupError(f"speculative_config.model must be the {kind} for method {method}.")
     known = {field.name for field in fields(SpeculationConfig)}
     for name in chosen:
         if name not in known:

@@ -436,7 +436,10 @@ def test_speculation_under_other_names() -> None:
     ("given", "text"),
     [
         ({"method": "medusa", "num_speculative_tokens": 3}, "method medusa is not supported; use"),
-        ({"model": "org/name"}, "method draft_model is not supported; use ngram, suffix, "),
+        (
+            {"method": "draft_model", "num_speculative_tokens": 3},
+            "model must be the draft model for method draft_model",
+        ),
         ({"method": "dflash"}, "method dflash is not supported; use ngram, suffix, "),
         (
             {"num_speculative_tokens": 3, "quantization": "fp8"},

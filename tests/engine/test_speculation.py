@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray import LLM, SamplingParams
 from tests.engine.speculation_rig import (
     CHATS,
-    MASKED,
     PARAMETERS,
     PROMPTS,
     TINY_LLAMA,
@@ -22,7 +22,6 @@ from tests.engine.speculation_rig import (
     OracleDrafter,
     RandomDrafter,
     answers,
-    counted_overlaps,
     ngrams,
     open_llm,
     sequences_of,
@@ -34,6 +33,7 @@ from tests.slow_params import some_slow
 from tests.small_models.checkpoints import save_checkpoint, save_word_tokenizer
 from tests.small_models.family_cases import HYBRID_CASES
 from tests.workers.draft_reference import (
+    random_draft_model,
     random_eagle3_folder,
     random_glm4_moe_folder,
     random_mimo_folder,
@@ -51,6 +51,10 @@ NAMES = [*PARAMETERS, *CHATS]
 TRAINED_HEAD = TINY_LLAMA.parent / "tiny-llama-eagle3"
 # About 20 sequences share the blocks of three, so that some are preempted again and again.
 TIGHT = {"block_size": 4, "num_blocks": 300, "max_model_len": 300, "max_num_batched_tokens": 64}
+SMALL: dict[str, Any] = {  # Any: fields of any type
+    **{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 3072, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "eos_token_id": 0},
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -131,19 +135,41 @@ def test_completions_with_drafts_are_those_without(engine: str, model: Path) -> 
 @pytest.mark.parametrize(
     "engine", some_slow(list(ENGINES), slow=["float32", "bfloat16", "recompute", "few free rows"])
 )
-def test_completions_with_a_draft_head_are_those_without(engine: str, model: Path) -> None:
+def test_completions_with_a_drafter_on_the_rank_are_those_without(
+    engine: str, model: Path, tmp_path: Path
+) -> None:
     with open_llm(speculates=False, model=model, **ENGINES[engine]) as plain:
         expected = answers(plain, NAMES)
         plain_stats = plain._engine.stats().scheduler
-    with open_llm(speculates=True, model=model, head=TRAINED_HEAD, **ENGINES[engine]) as llm:
-        check_equal(answers(llm, NAMES), expected)
+    # The layers of the draft model have other keys and values than those of its target.
+    draft_model = random_draft_model(tmp_path / "drafter", LlamaConfig(**SMALL), TINY_LLAMA)
+    for drafter, rate in ((TRAINED_HEAD, 0.1), (draft_model, 0.0)):
+        options = dict(ENGINES[engine])
+        if drafter == draft_model and "num_blocks" in options:
+            # A block of each of five groups of layers.
+            options["num_blocks"] *= 5
+        with open_llm(speculates=True, model=model, head=drafter, **options) as llm:
+            check_equal(answers(llm, NAMES), expected)
+            stats = llm._engine.stats().scheduler
+        assert stats.speculation.num_accepted_tokens > stats.speculation.num_draft_tokens * rate
+        if engine not in ("swap", "recompute"):
+            # Sequences that are preempted look up their tokens again.
+            assert stats.num_hit_tokens == plain_stats.num_hit_tokens
+            assert stats.num_queried_tokens == plain_stats.num_queried_tokens
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("kind", ["greedy", "temperature", "n"])
+def test_all_drafts_of_the_model_itself_are_right(kind: str) -> None:
+    with open_llm(speculates=False, dtype="float32", block_size=4) as plain:
+        expected = answers(plain, [kind])
+    with open_llm(speculates=True, head=TINY_LLAMA, dtype="float32", block_size=4) as llm:
+        # The second time, prompts are cached.
+        for _ in range(2):
+            assert answers(llm, [kind]) == expected
         stats = llm._engine.stats().scheduler
-    assert stats.speculation.num_accepted_tokens > stats.speculation.num_draft_tokens / 10
-    if engine not in ("swap", "recompute"):
-        # Sequences that are preempted look up their tokens again.
-        assert stats.num_hit_tokens == plain_stats.num_hit_tokens
-        assert stats.num_queried_tokens == plain_stats.num_queried_tokens
-    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.speculation.num_accepted_tokens == stats.speculation.num_draft_tokens > 100
+    assert stats.num_hit_tokens > 0
 
 
 def test_trained_head_drafts_better_than_a_random_head(tmp_path: Path) -> None:
@@ -247,24 +273,6 @@ def test_mtp_layers_of_families_change_no_token(name: str, tmp_path: Path) -> No
     assert stats.speculation.num_draft_tokens > 0
 
 
-UNMASKED = [name for name in PARAMETERS if name not in MASKED]
-
-
-@pytest.mark.parametrize("dtype", some_slow(["float32", "bfloat16"], slow=["float32"]))
-def test_completions_of_overlapped_steps_are_those_of_single_steps(dtype: str) -> None:
-    with open_llm(speculates=False, dtype=dtype) as plain:
-        expected = [answers(plain, names, max_tokens=50) for names in (UNMASKED, ["temperature"])]
-    with (
-        open_llm(speculates=True, head=TRAINED_HEAD, dtype=dtype) as llm,
-        counted_overlaps(llm) as overlaps,
-    ):
-        found = [answers(llm, names, max_tokens=50) for names in (UNMASKED, ["temperature"])]
-        stats = llm._engine.stats()
-    assert found == expected
-    assert overlaps["plans"] > stats.num_steps / 4
-    assert overlaps["drafts"] > 500
-
-
 @pytest.mark.parametrize("engine", some_slow(["bfloat16", "swap"], slow=["swap"]))
 def test_completions_with_a_trained_mtp_layer_are_those_without(
     engine: str, tmp_path: Path
@@ -274,10 +282,8 @@ def test_completions_with_a_trained_mtp_layer_are_those_without(
     with open_llm(speculates=False, **ENGINES[engine]) as plain:
         expected = answers(plain, names)
     with open_llm(speculates=True, model=whole, method="mtp", **ENGINES[engine]) as llm:
-        with counted_overlaps(llm) as overlaps:
-            found = answers(llm, names)
+        found = answers(llm, names)
         stats = llm._engine.stats().scheduler
     assert found == expected
-    assert engine == "swap" or overlaps["drafts"] > 200
     assert stats.speculation.num_accepted_tokens > stats.speculation.num_draft_tokens / 20
     assert stats.num_free_blocks == stats.num_blocks

@@ -17,7 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeDecoderLayer,
@@ -38,6 +44,7 @@ __all__ = [
     "MtpReference",
     "drafts_of",
     "load_reference",
+    "random_draft_model",
     "random_eagle3_folder",
     "random_glm4_moe_folder",
     "random_mimo_folder",
@@ -453,6 +460,18 @@ _SMALL_STATES = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 8},
 }
+
+
+def random_draft_model(
+    destination: Path,
+    config: PretrainedConfig,
+    target: Path,
+) -> Path:
+    """Write a draft model with random weights for a target; return its folder."""
+    torch.manual_seed(3)
+    _save_with_norms(AutoModelForCausalLM.from_config(config), destination)
+    copy(target / "tokenizer.json", destination)
+    return destination
 
 
 def random_mimo_folder(destination: Path) -> Path:

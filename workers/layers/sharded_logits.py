@@ -35,6 +35,15 @@ class ShardedLogits:
         num_ids = max(0, min(self._padded.shape[1], self._vocab_size - self.first_id))
         return self._padded.narrow(1, 0, num_ids)
 
+    def cut(self, vocab_size: int) -> ShardedLogits:
+        """Return the logits of the first tokens, at most `vocab_size`."""
+        return ShardedLogits(
+            self._padded,
+            first_id=self.first_id,
+            vocab_size=min(vocab_size, self._vocab_size),
+            group=self._group,
+        )
+
     def whole(self) -> torch.Tensor:
         """Return the logits of all ranks, `[num_tokens, vocab_size]`, equal on all of them."""
         return self._group.all_gather_last(self._padded).narrow(1, 0, self._vocab_size)

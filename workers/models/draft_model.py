@@ -23,7 +23,7 @@ __all__ = ["DraftModel"]
 class DraftModel(RankDrafter):
     """One rank's part of a draft model.
 
-    Tokens that only one of the vocabularies has are replaced; they are padding.
+    Vocabularies may be padded to different sizes. A token that the draft model lacks is replaced.
     """
 
     lag = 0
@@ -32,8 +32,8 @@ class DraftModel(RankDrafter):
         """`vocab_size` is that of the target."""
         self._decoder = decoder
         self._vocab_size = vocab_size
-        token_ids = torch.arange(decoder.config.vocab_size, device=decoder.device)
-        self._token_ids = token_ids.clamp_(max=vocab_size - 1)
+        size = min(decoder.config.vocab_size, vocab_size)
+        self._token_ids = torch.arange(size, device=decoder.device)
 
     @property
     def layers(self) -> ModelConfig:
@@ -64,7 +64,7 @@ class DraftModel(RankDrafter):
         return DraftOutputs(hidden, None)
 
     def logits(self, outputs: DraftOutputs) -> ShardedLogits:
-        return self._decoder.logits(outputs.normed)
+        return self._decoder.logits(outputs.normed).cut(self._vocab_size)
 
     def sublayers(self) -> Iterator[Layer]:
         yield self._decoder

@@ -61,9 +61,7 @@ class Draws:
     top_p: FloatArray
     min_p: FloatArray
     key: IntArray
-    """Keys of the noise; with `positions`, the starts of the generators."""
-    positions: Tensor | None = None
-    """Positions of the tokens, int64 on the device, if only the device knows them."""
+    """Keys of the noise."""
 
     @property
     def scale(self) -> NDArray[np.float32]:
@@ -72,9 +70,7 @@ class Draws:
 
     def of_rows(self, rows: slice | IntArray) -> Draws:
         """Return how the tokens of these rows are drawn."""
-        assert self.positions is None
-        names = [field.name for field in fields(self) if field.name != "positions"]
-        return Draws(**{name: getattr(self, name)[rows] for name in names})
+        return Draws(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 class Choice(ABC):

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    MptConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 
 from attention.gpu.metadata import GpuMetadataBuilder
 from cluster.engine.engine_options import EngineOptions, engine_config
@@ -36,6 +46,7 @@ from tests.workers.draft_reference import (
     Choose,
     drafts_of,
     load_reference,
+    random_draft_model,
     random_eagle3_folder,
     random_glm4_moe_folder,
     random_mimo_folder,
@@ -45,11 +56,10 @@ from tests.workers.draft_reference import (
 )
 from workers.decoder_worker import DecoderWorker
 from workers.models.draft_head import DraftHead
-from workers.models.families.draft_heads import read_draft_head
+from workers.models.families.drafters import read_draft_head, read_draft_model
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.runner.device_drafting import DeviceDrafting
-from workers.runner.overlapped_plans import completed_plan
+from workers.runner.drafting import DeviceDrafting
 from workers.runner.pending_tokens import PendingTokens
 from workers.sampling.noise import generator_start, noise, noise_keys
 
@@ -58,7 +68,6 @@ BLOCK_SIZE = 4
 NUM_DRAFTS = 4
 LAYER_IDS = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WAYS = [
     pytest.param(False, id="host"),
     pytest.param(
@@ -80,7 +89,12 @@ def target_of(folder: Path) -> Path:
     """Return the target of a head: the model itself for an MTP layer."""
     fields = fields_of(folder)
     is_head = "eagle_config" in fields or "speculators_model_type" in fields
-    return TARGET if is_head else folder
+    return TARGET if is_head or is_draft_model(folder) else folder
+
+
+def is_draft_model(folder: Path) -> bool:
+    """Return whether the model in a folder has the tokenizer of the target."""
+    return (folder / "tokenizer.json").exists()
 
 
 @cache
@@ -112,9 +126,24 @@ def expected_drafts(
     folder: Path, token_ids: list[int], choose: Choose = likeliest, number: int = NUM_DRAFTS
 ) -> list[int]:
     """Return the drafts that follow these tokens."""
+    if is_draft_model(folder):
+        return drafts_of_model(target(folder), token_ids, choose, number)
     model = target(target_of(folder))
     states, _ = states_and_logits(model, token_ids[:-1])
     return drafts_of(load_reference(folder, model), states, token_ids, number, choose)
+
+
+def drafts_of_model(
+    model: PreTrainedModel, token_ids: list[int], choose: Choose, number: int
+) -> list[int]:
+    """Return the tokens that a draft model chooses to follow these tokens."""
+    known, vocab_size = list(token_ids), model.config.vocab_size
+    for _ in range(number):
+        _, logits = states_and_logits(model, [min(one, vocab_size - 1) for one in known])
+        scores = torch.full((max(vocab_size, 3072),), -torch.inf)
+        scores[:vocab_size] = logits[-1]
+        known.append(choose(scores[:3072], len(known)))
+    return known[len(token_ids) :]
 
 
 def continued(folder: Path, token_ids: list[int], number: int) -> list[int]:
@@ -155,16 +184,18 @@ class Rank:
     def __init__(self, folder: Path, **options: Any) -> None:  # Any: options of any type
         model = target_of(folder)
         named = {"method": "mtp"} if model == folder else {"model": str(folder)}
+        if is_draft_model(folder):
+            named["method"] = "draft_model"
         chosen: dict[str, Any] = {
             "dtype": "float32",
-            "num_blocks": 64,
+            "num_blocks": 160,
             "max_model_len": 64,
-            "device": "cpu",
-            "num_threads": 1,
         } | options
         config = engine_config(
             model,
             EngineOptions(
+                device="cpu",
+                num_threads=1,
                 num_cpu_blocks=0,
                 block_size=BLOCK_SIZE,
                 speculative_config={**named, "num_speculative_tokens": NUM_DRAFTS},
@@ -174,7 +205,8 @@ class Rank:
         self.worker = DecoderWorker(config, SoloGroup())
         self.worker.load_weights(lambda done, total: None)
         self.worker.available_cache(StepLimits(max_num_seqs=8, max_num_batched_tokens=64))
-        self.worker.allocate_cache(64, 0)
+        self.worker.allocate_cache(160, 0)
+        self.num_groups = len(self.worker._spec.group_windows)
         self.step = 0
 
     def launch(self, chunks: list[SequencePlan], num_drafts: int, **fields: Any) -> StepOutput:
@@ -182,10 +214,18 @@ class Rank:
         return self.send(StepPlan(0, chunks, num_drafts=num_drafts, **fields)).output()
 
     def send(self, plan: StepPlan) -> PendingTokens:
-        """Launch the next step."""
-        plan = msgspec.structs.replace(plan, step=self.step)
+        """Launch the next step of a plan for one group of layers."""
+        starts = [replaced(one, block_ids=self.in_groups(one.block_ids)) for one in plan.starts]
+        blocks = self.in_groups(np.frombuffer(plan.decodes.new_block_ids, np.int32))
+        decodes = replaced(plan.decodes, new_block_ids=np.array(blocks, np.int32).tobytes())
+        plan = replaced(plan, step=self.step, starts=starts, decodes=decodes)
         self.step += 1
         return self.worker.launch(plan)
+
+    def in_groups(self, blocks: Iterable[int]) -> list[int]:
+        """Return a block in each group for each of the blocks."""
+        number = self.num_groups
+        return [int(block) * number + group for block in blocks for group in range(number)]
 
     def close(self) -> None:
         self.worker.close()
@@ -228,6 +268,33 @@ def qwen3_5_of_attention(folder: Path) -> Path:
     return random_qwen3_5_folder(folder, ("full_attention",) * 3)
 
 
+_DRAFT_MODEL: dict[str, Any] = {  # Any: fields of any type
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "vocab_size": 3072},
+    **{"num_hidden_layers": 2, "max_position_embeddings": 32, "eos_token_id": 0},
+}
+
+
+def llama_of_equal_layers(folder: Path) -> Path:
+    """Write a draft model with the KV heads of the target."""
+    config = LlamaConfig(**_DRAFT_MODEL, num_key_value_heads=4, head_dim=64)
+    return random_draft_model(folder, config, TARGET)
+
+
+def qwen3_of_other_layers(folder: Path) -> Path:
+    """Write a draft model with other KV heads than the target, and a larger vocabulary."""
+    config = Qwen3Config(**_DRAFT_MODEL | {"vocab_size": 3080}, num_key_value_heads=2, head_dim=16)
+    return random_draft_model(folder, config, TARGET)
+
+
+def gemma_of_fewer_tokens(folder: Path) -> Path:
+    """Write a draft model with one KV head, and a smaller vocabulary than the target."""
+    config = GemmaConfig(**_DRAFT_MODEL | {"vocab_size": 3060}, num_key_value_heads=1, head_dim=32)
+    return random_draft_model(folder, config, TARGET)
+
+
+MODELS = [llama_of_equal_layers, qwen3_of_other_layers, gemma_of_fewer_tokens]
+
+
 def on_device(rank: Rank) -> None:
     """Have a rank draft as on a GPU."""
     worker, runner = rank.worker, rank.worker._runner
@@ -253,7 +320,7 @@ def on_device(rank: Rank) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        *(original_folder, norms, own_embedding),
+        *(original_folder, norms, own_embedding, *MODELS),
         *(random_mimo_folder, random_glm4_moe_folder, qwen3_5_of_attention),
     ],
 )
@@ -261,6 +328,8 @@ def test_drafts_follow_prompts_and_chains(
     make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "head")
+    if is_on_device and make in MODELS:
+        pytest.skip("not yet")
     rank = Rank(folder)
     if is_on_device:
         on_device(rank)
@@ -325,10 +394,13 @@ def test_only_keys_of_the_head_are_missing_without_feeding(
 
 
 @pytest.mark.parametrize("is_on_device", WAYS)
+@pytest.mark.parametrize("make", [original_folder, *MODELS[1:]])
 def test_drafts_of_random_rows_have_the_noise_of_the_target(
-    is_on_device: bool, tmp_path: Path
+    make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path
 ) -> None:
-    folder = original_folder(tmp_path / "head")
+    folder = make(tmp_path / "head")
+    if is_on_device and make in MODELS:
+        pytest.skip("not yet")
     rank = Rank(folder)
     if is_on_device:
         on_device(rank)
@@ -365,38 +437,14 @@ def test_drafts_of_random_rows_have_the_noise_of_the_target(
     rank.close()
 
 
-GPU = {
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "num_threads": None,
-    "attention_backend": "torch_sdpa",
-}
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        "host",
-        pytest.param("device", marks=WAYS[1].marks),
-        pytest.param("gpu", marks=[pytest.mark.gpu, NEEDS_GPU]),
-        pytest.param("gpu eager", marks=[pytest.mark.gpu, NEEDS_GPU]),
-    ],
-)
+@pytest.mark.parametrize("is_on_device", WAYS)
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 0.8)])
 def test_overlapped_plan_follows_the_tokens_of_the_step_before(
-    temperatures: tuple[float, float], way: str, monkeypatch: pytest.MonkeyPatch
+    temperatures: tuple[float, float], is_on_device: bool
 ) -> None:
     folder = TARGET.with_name("tiny-llama-eagle3")
-    options = GPU | {"enforce_eager": way == "gpu eager"} if way.startswith("gpu") else {}
-    ranks = [Rank(folder, **options), Rank(folder, **options)]
-    completed = []
-
-    def note(*arguments: Any) -> StepPlan:  # Any: its arguments
-        completed.append(completed_plan(*arguments))
-        return completed[-1]
-
-    monkeypatch.setattr("workers.runner.model_runner.completed_plan", note)
-    for rank in ranks if way == "device" else ():
+    ranks = [Rank(folder), Rank(folder)]
+    for rank in ranks if is_on_device else ():
         on_device(rank)
     text = "Return the median (middle value) of numeric data. When the number of data points is"
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
@@ -440,7 +488,6 @@ def test_overlapped_plan_follows_the_tokens_of_the_step_before(
         plan = StepPlan(0, [], decodes=decodes, num_drafts=NUM_DRAFTS)
     # Some chains were accepted whole, others not at all.
     assert {0, NUM_DRAFTS} <= set(lengths)
-    assert len(completed) == (0 if way.startswith("gpu") else 6)
     for rank in ranks:
         rank.close()
 
@@ -501,6 +548,49 @@ def test_head_of_another_model_is_rejected(
     config = read_model_config(TARGET)
     with pytest.raises(CheckpointError, match=message):
         read_draft_head(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlamaConfig(**_DRAFT_MODEL), r"1 of 3072 token ids stand for other tokens than in tiny"),
+        (
+            LlamaConfig(**_DRAFT_MODEL | {"vocab_size": 4000}),
+            "the draft model has a vocabulary of 4000, but tiny-llama has 3072",
+        ),
+        (
+            MistralConfig(**_DRAFT_MODEL, sliding_window=16),
+            "a draft model with sliding windows is not supported",
+        ),
+        (MptConfig(d_model=64, n_heads=4, n_layers=1, vocab_size=3072), "a draft model with ALiBi"),
+    ],
+)
+def test_draft_model_of_another_kind_is_rejected(
+    config: PretrainedConfig, message: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    fields = {"architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+    changed(tmp_path, **fields)
+    if "token ids" in message:
+        text = (TARGET / "tokenizer.json").read_text()
+        vocabulary = json.loads(text)
+        token = next(iter(vocabulary["model"]["vocab"]))
+        vocabulary["model"]["vocab"]["another token"] = vocabulary["model"]["vocab"].pop(token)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(CheckpointError, match=message):
+        read_draft_model(tmp_path, read_model_config(TARGET))
+
+
+def test_cache_has_room_for_the_layers_of_a_draft_model(tmp_path: Path) -> None:
+    sizes = []
+    for make in (llama_of_equal_layers, qwen3_of_other_layers):
+        rank = Rank(make(tmp_path / make.__name__), num_blocks=None)
+        size = rank.worker.available_cache(StepLimits(max_num_seqs=8, max_num_batched_tokens=64))
+        sizes.append((size.block_bytes, len(size.groups)))
+        rank.close()
+    # Keys and values of float32, of 4 + 2 layers alike, or of a layer at a time.
+    layer_bytes = 2 * BLOCK_SIZE * 4 * 64 * 4
+    assert sizes == [(6 * layer_bytes, 1), (layer_bytes, 5)]
 
 
 def test_model_without_an_mtp_layer_is_rejected() -> None:

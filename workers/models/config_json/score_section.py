@@ -11,9 +11,18 @@ from pagedray.files import has_file
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from pagedray.model_config import ModelConfig, ScoreActivation
 
-__all__ = ["SCORE_SUFFIX", "has_score_head", "is_reranker", "with_answers", "with_score"]
+__all__ = [
+    "SCORE_SUFFIX",
+    "has_score_head",
+    "is_reranker",
+    "load_tokenizer",
+    "with_answers",
+    "with_score",
+]
 
 SCORE_SUFFIX = "ForSequenceClassification"
 _ACTIVATIONS: dict[str, ScoreActivation] = {
@@ -59,16 +68,8 @@ def with_answers(config: ModelConfig) -> ModelConfig:
     """
     if config.score_head != "answer":
         return config
-    # The library imports torch, which a process that only starts others never needs.
-    import tokenizers
-
     path = config.folder / "tokenizer.json"
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    # The library raises no more specific error.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise CheckpointError(f"{path} is not a valid tokenizer: {reason}.") from error
+    tokenizer = load_tokenizer(path)
     no, yes = (tokenizer.token_to_id(answer) for answer in _ANSWERS)
     if no is None or yes is None or max(no, yes) >= config.vocab_size:
         raise CheckpointError(
@@ -77,6 +78,19 @@ def with_answers(config: ModelConfig) -> ModelConfig:
         )
     _check_module(config.folder, no=no, yes=yes)
     return replace(config, answer_token_ids=(no, yes))
+
+
+def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a file. Raises CheckpointError."""
+    # The library imports torch, which a process that only starts others never needs.
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    # The library raises no more specific error.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise CheckpointError(f"{path} is not a valid tokenizer: {reason}.") from error
 
 
 def _check_module(folder: Path, *, no: int, yes: int) -> None:

@@ -1,4 +1,4 @@
-"""Draft heads: checkpoints in the formats of EAGLE-3 and speculators, and MTP layers of models."""
+"""Drafters: heads in the formats of EAGLE-3 and speculators, MTP layers, and draft models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pagedray.files import has_file, has_folder
 from pagedray.model_config import DraftHeadConfig, ModelConfig, TensorNames, TextTensors
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.family import MAX_LAYERS, MAX_VOCAB
+from workers.models.config_json.score_section import load_tokenizer
 from workers.models.families.llama import LLAMA
 from workers.models.families.qwen import QWEN3
+from workers.models.families.registry import read_model_config
 from workers.weights.tensor_entries import read_entries
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from workers.models.config_json.family import Family
 
-__all__ = ["draft_head_method", "mtp_head", "read_draft_head"]
+__all__ = ["draft_head_method", "mtp_head", "read_draft_head", "read_draft_model"]
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 _LAYERS = {"llama": LLAMA, "qwen3": QWEN3}
@@ -125,11 +127,63 @@ def mtp_head(target: ModelConfig) -> DraftHeadConfig:
     )
 
 
+def read_draft_model(folder: Path, target: ModelConfig) -> ModelConfig:
+    """Return the configuration of the draft model in a folder, for a target.
+
+    The longest context that it was trained with is no limit. Raises CheckpointError if the model
+    does not fit the target.
+    """
+    model = read_model_config(folder, dtype=target.dtype, task="generate")
+    model = model.with_context(target.max_positions)
+    windows = [window for window in model.sliding_windows if window is not None]
+    num_shapes = len({model.heads_of(layer) for layer in range(model.num_layers)})
+    for is_found, what in (
+        (model.has_states, "recurrent layers"),
+        (min(windows, default=target.max_positions) < target.max_positions, "sliding windows"),
+        (num_shapes > 1, "layers of several shapes"),
+        (model.alibi_slopes is not None, "ALiBi"),
+        (model.has_sinks, "attention sinks"),
+    ):
+        if is_found:
+            raise CheckpointError(
+                f"{folder}: a draft model with {what} is not supported; use a model whose layers "
+                "all have plain attention to all tokens."
+            )
+    _check_vocabulary(model, target)
+    return replace(model, max_positions=target.max_positions, long_context=None)
+
+
+def _check_vocabulary(model: ModelConfig, target: ModelConfig) -> None:
+    """Raise CheckpointError unless token ids of a draft model are those of its target."""
+    paths = [one.folder / "tokenizer.json" for one in (model, target)]
+    if not all(map(has_file, paths)):
+        if model.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{model.folder}: the draft model has a vocabulary of {model.vocab_size}, but "
+                f"{target.name} has {target.vocab_size}; use a draft model with its tokenizer."
+            )
+        return
+    if paths[0].read_bytes() == paths[1].read_bytes():
+        return
+    # A tokenizer may have more special tokens, and a vocabulary may be padded.
+    tokens, wanted = (
+        {i: token for token, i in load_tokenizer(path).get_vocab().items()} for path in paths
+    )
+    common = tokens.keys() & wanted.keys()
+    num_others = sum(tokens[i] != wanted[i] for i in common)
+    if num_others:
+        raise CheckpointError(
+            f"{paths[0]}: {num_others} of {len(common)} token ids stand for other tokens than in "
+            f"{target.name}; use a draft model with its tokenizer."
+        )
+
+
 def _config_file(folder: Path) -> ConfigFile:
     path = folder / "config.json"
     if not has_folder(folder):
         raise CheckpointError(
-            f"{folder} is not a folder; a draft head is a folder with config.json and weights."
+            f"{folder} is not a folder; a draft head or model is a folder with config.json and "
+            "weights."
         )
     if not has_file(path):
         raise CheckpointError(f"No config.json found in {folder}.")
