@@ -7,9 +7,10 @@ drafter can know it. Each draft is right with the probability `--acceptance`, if
 `fixed` verifies as many drafts as `--num-drafts` says in each step, and `adaptive` as many as the
 engine buys. The milliseconds are those of a token of each request, the best of the rounds.
 
-With `--head`, a draft head of EAGLE-3 with random weights guesses in each step, and its guesses are
-replaced by the drafts above. For 3.0 tokens of a chain of 4 drafts, `--acceptance` is 0.741. `fed`
-has no drafts, but the head reads all tokens; compare with `plain` of a run without `--head`.
+With `--head`, a draft head of EAGLE-3 guesses in each step. It computes with random weights, but
+its logits count on from the token that it reads, with errors behind random tokens. For 3.0 tokens
+of a chain of 4 drafts, `--acceptance` is 0.741. `fed` has no drafts, but the head reads all tokens;
+compare with `plain` of a run without `--head`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
 from cluster.engine.local_executor import LocalExecutor
-from cluster.scheduling.drafters import HeadDrafter
 from cluster.scheduling.speculation import RowTimes, Speculator
 from pagedray import LLM, SamplingParams
 from pagedray.config import SpeculationConfig
 from workers.layers.linear_choice import linear_kernel_class
+from workers.models.draft_head import DraftOutputs, Eagle3Head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.scheduling.sequence import Sequence
     from pagedray.config import SpeculationMethod
+    from workers.models.self_attention import StepAttention
 
 _NUM_PROMPT_TOKENS = 64
 _NUM_NEW_TOKENS = 192
@@ -74,17 +79,6 @@ class CountingDrafter:
         return drafts
 
 
-class ReplacedDrafts:
-    """Has known tokens in place of the guesses of a draft head."""
-
-    def __init__(self, known: CountingDrafter) -> None:
-        self._head = HeadDrafter()
-        self._known = known
-
-    def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        return self._known.propose(sequence, len(self._head.propose(sequence, limit)))
-
-
 class FreeDrafts(RowTimes):
     """Steps of any number of rows take the same time, without gaps, so every draft is worth it."""
 
@@ -112,6 +106,7 @@ def main() -> None:
         source = {"method": "ngram"}
         if options.head:
             source = {"model": _save_head(Path(folder) / "head", options)}
+            _pass_tokens_on()
         with LLM(
             folder,
             executor="local",
@@ -159,10 +154,50 @@ def _let_count(llm: LLM) -> None:
     model._head._kernel = kernel
 
 
+def _pass_tokens_on() -> None:
+    """Have draft heads return the embeddings of their tokens, from which logits can count on."""
+    run = Eagle3Head.run
+
+    def pass_on(
+        self: Eagle3Head,
+        token_ids: torch.Tensor,
+        states: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: StepAttention,
+    ) -> DraftOutputs:
+        outputs = run(self, token_ids, states, positions, attention)
+        return DraftOutputs(self._embedding(token_ids), outputs.states)
+
+    Eagle3Head.run = pass_on  # type: ignore[method-assign, assignment]
+
+
+def _let_head_count(llm: LLM, acceptance: float) -> None:
+    """Give a draft head logits that count on, and are wrong behind random tokens."""
+    executor = llm._engine._executor
+    assert isinstance(executor, LocalExecutor)
+    assert executor._decoder is not None
+    head = executor._decoder._drafter
+    assert isinstance(head, Eagle3Head)
+    kernel = head._logits._kernel
+    size = head.config.draft_vocab_size
+    sources = np.roll(np.arange(size), 1)
+    is_wrong = np.random.default_rng(7).random(size) > acceptance
+    sources[is_wrong] = np.roll(sources[is_wrong], 1)
+    weight = head._embedding.weight[torch.from_numpy(sources)]
+    if weight.is_cuda:
+        # Graphs read it.
+        kernel.weight.copy_(weight)
+    else:
+        head._logits._kernel = linear_kernel_class(weight.dtype, weight.device)(weight, None)
+        head._logits._kernel.finalize()
+
+
 def _rows(llm: LLM, num_requests: int, options: argparse.Namespace) -> Iterator[Row]:
     for acceptance in options.acceptance:
         modes = [("fixed", number) for number in options.num_drafts]
         modes.append(("adaptive", max(options.num_drafts)))
+        if options.head:
+            _let_head_count(llm, acceptance)
         if acceptance == options.acceptance[0]:
             modes.insert(0, ("fed" if options.head else "plain", 0))
         for mode, num_drafts in modes:
@@ -191,8 +226,10 @@ def _speculator(acceptance: float, num_drafts: int, mode: str, *, has_head: bool
     """Return a speculator that has measured nothing yet."""
     method: SpeculationMethod = "eagle3" if has_head else "ngram"
     config = SpeculationConfig(method=method, num_speculative_tokens=num_drafts)
-    known = CountingDrafter(acceptance=acceptance, vocab_size=MAX_TOKEN_ID)
-    speculator = Speculator(config, ReplacedDrafts(known) if has_head else known)
+    known = None
+    if not has_head:
+        known = CountingDrafter(acceptance=acceptance, vocab_size=MAX_TOKEN_ID)
+    speculator = Speculator(config, known)
     if mode == "fixed":
         speculator.times = FreeDrafts()
     return speculator
