@@ -161,6 +161,11 @@ class AttentionMetadataBuilder(ABC):
     def providers(self) -> dict[str, dict[str, int]]:
         """Return how many layers each provider of kernels computes, by part of a step."""
 
+    @property
+    def takes_excess(self) -> bool:
+        """Whether batches of decodes may have an excess."""
+        return False
+
     def write_layer(
         self,
         layer_index: int,

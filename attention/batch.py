@@ -65,6 +65,10 @@ class AttentionBatch:
     """The encoder tokens of the step, for models with an encoder and a decoder."""
     has_chains: bool = False
     """Whether all sequences are decodes, and some see tokens that others compute."""
+    excess: Any = None  # Any: this module does not know torch
+    """By how much the length of each decode is too large, int64 `[num_sequences]` on the device,
+    if only the device knows; None if lengths and slots are exact. No group has a window."""
+    max_excess: int = 0
     other_groups: tuple["AttentionBatch", ...] = ()
     """The step in the blocks of each group of layers after the first. Only lengths, block tables
     and slots differ."""
@@ -160,6 +164,8 @@ class AttentionBatch:
             seq_lens=_fitted(self.seq_lens, num_sequences, 0),
             block_tables=_fitted_tables(self.block_tables, shape),
             slot_mapping=_fitted(self.slot_mapping, num_sequences, -1),
+            excess=self.excess,
+            max_excess=self.max_excess,
             encoder=encoder
             and EncoderBatch(
                 query_lens=_fitted(encoder.query_lens, num_sequences, 0),

@@ -42,7 +42,7 @@ from workers.models.self_attention import attention_spec
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.runner.decode_graphs import ChainGraphs, DecodeGraphs
 from workers.runner.disk_jobs import DiskJobs
-from workers.runner.drafting import DeviceDrafting, Drafting, HostDrafting
+from workers.runner.drafting import Drafting, HostDrafting
 from workers.runner.forward_pass import ForwardPass, SampledAttention
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, make_host_pool
@@ -380,6 +380,9 @@ class DecoderWorker(Worker):
         if self._device.type == "cpu":
             return HostDrafting(drafter, pool, batch=batch, sampler=sampler, builder=builder)
         assert isinstance(builder, GpuMetadataBuilder)
+        # Imported here so that this module can be imported without Triton.
+        from workers.runner.device_drafting import DeviceDrafting
+
         # Ranks would have to capture between the same two steps.
         has_graphs = sizes.decodes and self._group.size == 1
         assert self._config.speculation is not None

@@ -8,7 +8,7 @@ sampler does not know blocks, plans, or when a sequence ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -164,22 +164,33 @@ class Sampler:
         """Return whether any of these tokens needs logits that other ranks hold."""
         return bool((self._needs_at(rows, positions) & ~Need.RANDOM).any())
 
+    def only_draws(self, rows: IntArray) -> bool:
+        """Return whether these rows need no more than noise and filters."""
+        return not (self._rows.needs(rows) & ~(Need.RANDOM | Need.FILTER)).any()
+
     def _needs_at(self, rows: _Ints, positions: _Ints) -> IntArray:
         row_ids = np.array(rows, dtype=np.int64)
         return self._rows.needs_at(row_ids, np.array(positions, dtype=np.int64))
 
     @torch.no_grad()
-    def sample_sharded(self, logits: ShardedLogits, rows: _Ints, positions: _Ints) -> Sampled:
+    def sample_sharded(
+        self,
+        logits: ShardedLogits,
+        rows: _Ints,
+        positions: _Ints,
+        exact_positions: Tensor | None = None,
+    ) -> Sampled:
         """Return the tokens of rows that need no whole logits.
 
         Each rank finds the maxima of its part, with noise for random rows; ranks gather these.
+        `exact_positions` as in `sample`.
         """
         part, first_id = logits.part, logits.first_id
         row_ids, row_positions = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
         needs = self._rows.needs_at(row_ids, row_positions)
         local_maxima = None if needs.all() else self._choice.local_maxima(part, first_id)
         if len(drawn := np.flatnonzero(needs)):
-            draws = self._rows.draws(row_ids[drawn], row_positions[drawn])
+            draws = self._draws(row_ids, row_positions, drawn, exact_positions)
             drawn_maxima = self._choice.drawn_maxima(part, drawn, draws, first_id)
             if local_maxima is None:
                 local_maxima = drawn_maxima
@@ -205,13 +216,15 @@ class Sampler:
         released: Sequence[int] = (),
         *,
         draft_ids: IntArray | None = None,
+        exact_positions: Tensor | None = None,
     ) -> Sampled:
         """Return the tokens at these positions of these rows; may overwrite the logits.
 
         `logits` is `[num_rows, vocab_size or more]`; columns beyond the vocabulary are ignored.
         `masks` belong to the masked rows among them, in order; masks at the indices `released` are
         the last masks of their rows. `draft_ids` has the token of each row that is a draft, -1 for
-        others: a row with a draft follows the same row one position before.
+        others: a row with a draft follows the same row one position before. `exact_positions`,
+        int64 `[num_rows]` on the device, replace the positions of rows with `only_draws`.
         """
         logits = logits[:, : self._vocab_size]
         row_ids = np.array(rows, dtype=np.int64)
@@ -219,11 +232,14 @@ class Sampler:
         needs = self._rows.needs_at(row_ids, row_positions)
         if not needs.any():
             return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))))
+        if exact_positions is not None:
+            token_ids = self._chosen(logits, row_ids, row_positions, needs, exact_positions)
+            return Sampled(token_ids)
         masked = np.flatnonzero(needs & Need.MASK)
         mask_bytes = num_mask_bytes(self._vocab_size)
         chains = None if draft_ids is None else Chains(draft_ids)
         contexts = None if chains is None else chains.contexts()
-        token_ids, reports = [], []
+        parts, reports = [], []
         allocates = (needs & ~Need.RANDOM).any()
         num_parts = -(-len(row_ids) // self._max_part) if allocates else 1
         for indices in np.array_split(np.arange(len(row_ids)), num_parts):
@@ -237,11 +253,11 @@ class Sampler:
                 masks[first:end],
                 None if contexts is None else contexts[part],
             )
-            token_ids.append(sampled.token_ids)
+            parts.append(sampled.token_ids)
             reports += [(part.start + reported, report) for reported, report in sampled.reports]
         if released:
             self._rows.release(row_ids[masked[list(released)]])
-        chosen = token_ids[0] if num_parts == 1 else torch.cat(token_ids)
+        chosen = parts[0] if num_parts == 1 else torch.cat(parts)
         self._count(chosen, row_ids, needs, chains)
         return Sampled(chosen, tuple(reports))
 
@@ -307,17 +323,22 @@ class Sampler:
         return scores
 
     def _chosen(
-        self, scores: Tensor, rows: IntArray, positions: IntArray, needs: IntArray
+        self,
+        scores: Tensor,
+        rows: IntArray,
+        positions: IntArray,
+        needs: IntArray,
+        exact_positions: Tensor | None = None,
     ) -> Tensor:
         way = needs & (Need.RANDOM | Need.FILTER)
         parts = []
         if len(greedy := np.flatnonzero(way == 0)):
             parts.append((greedy, self._choice.greedy(scores, greedy)))
         if len(whole := np.flatnonzero(way == Need.RANDOM)):
-            draws = self._rows.draws(rows[whole], positions[whole])
+            draws = self._draws(rows, positions, whole, exact_positions)
             parts.append((whole, self._choice.unfiltered(scores, whole, draws)))
         if len(cut := np.flatnonzero(way == Need.RANDOM | Need.FILTER)):
-            draws = self._rows.draws(rows[cut], positions[cut])
+            draws = self._draws(rows, positions, cut, exact_positions)
             parts.append((cut, self._choice.filtered(scores, cut, draws)))
         if len(parts) == 1:
             return parts[0][1]
@@ -325,6 +346,18 @@ class Sampler:
         for indices, part in parts:
             token_ids[self._uploader.upload(indices)] = part
         return token_ids
+
+    def _draws(
+        self, rows: IntArray, positions: IntArray, indices: IntArray, exact: Tensor | None
+    ) -> Draws:
+        """Return how the tokens at some indices are drawn, by the exact positions if given."""
+        chosen = rows[indices]
+        draws = self._rows.draws(chosen, positions[indices])
+        if exact is None:
+            return draws
+        if len(indices) < len(rows):
+            exact = exact.index_select(0, self._uploader.upload(indices))
+        return replace(draws, key=self._rows.generator_starts(chosen), positions=exact)
 
     def _count(
         self, token_ids: Tensor, rows: IntArray, needs: IntArray, chains: Chains | None

@@ -59,6 +59,8 @@ class SubBatch:
     """An upper bound, also for every replay of a captured graph."""
     has_no_context: bool
     """Whether every sequence has only the keys of its own query tokens."""
+    max_excess: int = 0
+    """As in `AttentionBatch`."""
 
     @property
     def tokens(self) -> slice:
@@ -169,6 +171,8 @@ class GpuBatchUploader:
             None if part is None else self._sub_batch(part, tensors, group)
             for part in host.sub_batches
         )
+        if decodes is not None and host.batch.max_excess:
+            decodes = replace(decodes, max_excess=host.batch.max_excess)
         has_encoder = host.batch.encoder is not None
         return GpuBatch(
             prefills=prefills,

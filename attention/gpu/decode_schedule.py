@@ -95,8 +95,16 @@ class DecodeDivision:
         min_blocks = -(-_MIN_SHARED_TILES * self.tile_keys // self.block_size)
         return CachedPrefixes(min_blocks=min_blocks, max_rows=self.rows_per_item)
 
-    def items(self, seq_lens: _Ints, block_tables: _Ints, prefixes: CachedPrefixes) -> _Ints:
+    def items(
+        self,
+        seq_lens: _Ints,
+        block_tables: _Ints,
+        prefixes: CachedPrefixes,
+        max_excess: int = 0,
+    ) -> _Ints:
         """Return the items of sequences of these lengths, `[num_rows]`; 0 is padding.
+
+        Lengths may be too large by `max_excess`; rows share only keys that they have.
 
         `block_tables` is `[num_rows, width]`. The result is `words` of `DecodeItems`. A row of a
         length of 0 has an item too.
@@ -104,7 +112,8 @@ class DecodeDivision:
         starts, ends = self._tiles(seq_lens)
         if max_shared := self._max_shared(len(seq_lens)):
             # The last key of a row is written by this step, so it is never shared.
-            num_blocks = np.minimum((seq_lens - 1) // self.block_size, block_tables.shape[1])
+            num_keys = np.maximum(seq_lens - 1 - max_excess, 0)
+            num_blocks = np.minimum(num_keys // self.block_size, block_tables.shape[1])
             shared = prefixes.find(block_tables, num_blocks)
             if len(shared.rows):
                 return self._items(*self._shared_units(shared, max_shared, ends), seq_lens)
@@ -305,10 +314,16 @@ class DecodeScheduler:
         self._pinned = PinnedRing(device)
         self._on_device = torch.empty(0, dtype=torch.int64, device=device)
 
-    def items_of(self, seq_lens: NDArray[np.int32], block_tables: NDArray[np.int32]) -> DecodeItems:
+    def items_of(
+        self,
+        seq_lens: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        max_excess: int = 0,
+    ) -> DecodeItems:
         """Return the items of a step's decodes, valid until the next call.
 
-        `seq_lens` is `[num_rows]`, 0 for padding, and `block_tables` `[num_rows, width]`.
+        `seq_lens` is `[num_rows]`, 0 for padding, and `block_tables` `[num_rows, width]`. Lengths
+        may be too large by `max_excess`.
         """
         num_rows, params = len(seq_lens), self._params
         if self._latest is not None:
@@ -319,7 +334,7 @@ class DecodeScheduler:
         if self._is_graph and num_rows == 1 and self._division.rows_per_item > 1:
             # The kernel for one row per item is simpler.
             self._division = replace(self._division, rows_per_item=1)
-        items = self._division.items(seq_lens, block_tables, self._prefixes)
+        items = self._division.items(seq_lens, block_tables, self._prefixes, max_excess)
         words = self._upload(items, num_rows)
         max_parts = self._division.max_parts(num_rows)
         # A captured graph holds the addresses; the memory's owner holds only the last loan.

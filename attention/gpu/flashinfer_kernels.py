@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionInputs
     from attention.gpu.batch import GpuBatch, SubBatch
-    from attention.kernels.arguments import NewTokens
+    from attention.kernels.arguments import DecodeItems, NewTokens
 
 __all__ = [
     "FlashInferKernels",
@@ -149,6 +149,10 @@ class HybridKernels(_FlashInferPrefills):
     @property
     def takes_new_tokens(self) -> bool:
         return self._shared.takes_new_tokens
+
+    @property
+    def items(self) -> DecodeItems | None:
+        return self._shared.items
 
     def plan_step(self, batch: GpuBatch) -> None:
         super().plan_step(batch)

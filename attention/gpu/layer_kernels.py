@@ -9,7 +9,7 @@ import torch
 from attention.abstract import AttentionInputs
 from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.decode_schedule import DecodeMemory, DecodeScheduler
-from attention.kernels.arguments import NewTokens
+from attention.kernels.arguments import DecodeItems, NewTokens
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["LayerCache", "LayerKernels", "LayerSet"]
@@ -77,6 +77,11 @@ class LayerKernels(ABC):
     def takes_new_tokens(self) -> bool:
         """Return whether `decode` rotates and writes new tokens itself."""
         return False
+
+    @property
+    def items(self) -> DecodeItems | None:
+        """Return the items of the decodes of the planned step; None without the shared kernel."""
+        return None
 
     @abstractmethod
     def plan_step(self, batch: GpuBatch) -> None:

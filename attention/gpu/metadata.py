@@ -307,7 +307,35 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
             gpu_batch = self._uploader.advance(batch, after=after, block_size=self._spec.block_size)
         for kernels in self._kernels:
             kernels.plan_step(gpu_batch.of_group(kernels.group))
+        if batch.excess is not None:
+            self._shorten(gpu_batch, batch.excess)
         return gpu_batch
+
+    @property
+    def takes_excess(self) -> bool:
+        are_shared = all(kernels.providers["decode"] == "shared" for kernels in self._kernels)
+        return are_shared and all(
+            params.is_cached and params.sliding_window is None for params in self._spec.layers
+        )
+
+    def _shorten(self, gpu_batch: GpuBatch, excess: torch.Tensor) -> None:
+        """Subtract the excess from lengths that were uploaded and planned."""
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.advance import shorten, shorten_items
+
+        decodes = gpu_batch.decodes
+        assert decodes is not None
+        assert decodes.block_tables is not None
+        shorten(
+            decodes.seq_lens,
+            gpu_batch.slot_mapping,
+            decodes.block_tables,
+            excess,
+            block_size=self._spec.block_size,
+        )
+        for kernels in self._kernels:
+            if kernels.items is not None:
+                shorten_items(kernels.items.words, excess)
 
     def providers(self) -> dict[str, dict[str, int]]:
         """Return how many layers each provider of kernels computes, by part of a step."""

@@ -88,6 +88,10 @@ class SharedKernels(LayerKernels):
         size = self.params.head_size
         return size == max(16, next_power_of_two(size)) and self.params.kv_cache_dtype == "auto"
 
+    @property
+    def items(self) -> DecodeItems | None:
+        return None if self._planned is None else self._planned[1]
+
     def plan_step(self, batch: GpuBatch) -> None:
         _, decodes = batch.sub_batches_of(self.params.attention_type)
         if decodes is not None and self.params.is_cached:
@@ -164,7 +168,8 @@ class SharedKernels(LayerKernels):
     def _plan_decode(self, sub_batch: SubBatch) -> None:
         tables = sub_batch.host_block_tables
         assert tables is not None
-        self._planned = sub_batch, self._scheduler.items_of(sub_batch.host_seq_lens, tables)
+        items = self._scheduler.items_of(sub_batch.host_seq_lens, tables, sub_batch.max_excess)
+        self._planned = sub_batch, items
         self._decode = None
 
     def _options_of(self, cache: LayerCache) -> AttentionOptions:

@@ -67,7 +67,7 @@ class OutputReader:
         if in_flight.chains:
             events += self._read_chains(in_flight, output)
         if output.draft_ids:
-            _keep_drafts(in_flight, output)
+            in_flight.keep_guesses(output.draft_ids)
         if self._prompt_logprobs.requests:
             self._prompt_logprobs.keep(in_flight.prompt_logprob_rows, output.prompt_logprobs)
             events = [self._prompt_logprobs.add_to(event) for event in events]
@@ -134,7 +134,9 @@ class OutputReader:
         """Append the tokens of chains up to the token that follows the last right draft."""
         events: list[TokenEvent] = []
         end = len(in_flight.sampled)
-        for chain in in_flight.chains:
+        is_overlapped = in_flight.plan.is_overlapped
+        for planned in in_flight.chains:
+            chain = planned.with_guesses() if is_overlapped else planned
             sequence, first = chain.sequence, end
             end = first + len(chain.draft_ids) + 1
             token_ids = output.token_ids[first:end]
@@ -146,6 +148,8 @@ class OutputReader:
             if sequence.state is FINISHED:
                 if token_ids[num_accepted] < 0:
                     self._prefixes.forget_blocks(sequence)
+                if self._speculator is not None:
+                    self._speculator.num_draft_tokens += len(chain.draft_ids)
                 continue
             sequence.refuse_drafts(len(chain.draft_ids) - num_accepted)
             if sequence.request_id in self._recovery.faulty_ids:
@@ -229,15 +233,6 @@ def _num_equal(draft_ids: AnySequence[int], token_ids: AnySequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _keep_drafts(in_flight: InFlightStep, output: StepOutput) -> None:
-    """Keep the guesses of a draft head at the sequences that they continue."""
-    draft_ids, number = array("i", output.draft_ids), in_flight.plan.num_drafts
-    for place, sequence in enumerate(in_flight.sampled_sequences):
-        if sequence.drafts is not None and sequence not in in_flight.late:
-            sequence.drafts.head_ids = draft_ids[place * number : (place + 1) * number]
-            sequence.drafts.num_known = len(sequence.token_ids)
-
-
 class InFlightStep(msgspec.Struct, frozen=True):
     """A plan without an output yet."""
 
@@ -252,8 +247,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     masked: list[MaskedRow]
     """Sequences with masked tokens, in the order of the plan."""
     chains: list[Chain] = []
-    """Sequences with drafts, which follow the other sampled sequences. No plan is made before their
-    output is known."""
+    """Sequences with drafts, which follow the other sampled sequences. Only an overlapped plan is
+    made before their output is known."""
     is_alone: bool = False
     """Whether no other plan was in flight when it was made."""
 
@@ -269,6 +264,14 @@ class InFlightStep(msgspec.Struct, frozen=True):
         for chain in self.chains:
             if chain.sequence is sequence:
                 sequence.refuse_drafts(len(chain.draft_ids))
+
+    def keep_guesses(self, packed_ids: bytes) -> None:
+        """Keep the guesses of a draft head at the sequences that they continue."""
+        draft_ids, number = array("i", packed_ids), self.plan.num_drafts
+        for place, sequence in enumerate(self.sampled_sequences):
+            if sequence.drafts is not None and sequence not in self.late:
+                sequence.drafts.head_ids = draft_ids[place * number : (place + 1) * number]
+                sequence.drafts.num_known = len(sequence.token_ids)
 
     @property
     def sampled_sequences(self) -> list[Sequence]:

@@ -91,6 +91,7 @@ class PlanDraft:
         "disk_writes",
         "evictions",
         "growing_rows",
+        "is_overlapped",
         "late_copies",
         "new_block_ids",
         "num_drafts",
@@ -142,6 +143,8 @@ class PlanDraft:
         self.late_copies: list[BlockCopy] = []
         self.num_drafts = 0
         """Tokens that a draft head guesses for each sequence."""
+        self.is_overlapped = False
+        """Whether the tokens of the step before are not known, nor the drafts of chains."""
 
     @property
     def is_empty(self) -> bool:
@@ -149,6 +152,11 @@ class PlanDraft:
         decodes = self.decodes or self.chains
         steps = decodes or self.singles or self.chunks or self.starts or self.texts
         return not (steps or self.swap_outs or self.disk_reads)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that compute tokens."""
+        return len(self.decodes) + len(self.chunks) + len(self.singles)
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -199,7 +207,8 @@ class PlanDraft:
             num_tokens = len(chain.draft_ids) + 1
             rows += [chain.sequence.state.row] * num_tokens
             positions += range(chain.position, chain.position + num_tokens)
-            draft_ids += chain.draft_ids
+            if not self.is_overlapped:
+                draft_ids += chain.draft_ids
         return StepPlan(
             self.step,
             self.chunks + self.singles,
@@ -215,4 +224,5 @@ class PlanDraft:
             self.saves,
             self.late_copies,
             self.num_drafts,
+            self.is_overlapped,
         )

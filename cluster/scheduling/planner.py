@@ -26,6 +26,7 @@ from cluster.scheduling.sequence import Sequence, Swapped, Waiting
 if TYPE_CHECKING:
     from cluster.scheduling.costs import StepPace, SwapCosts
     from cluster.scheduling.kv_manager import KvManager
+    from cluster.scheduling.output_reader import InFlightStep
     from cluster.scheduling.sequence_table import SequenceTable
     from cluster.scheduling.speculation import Chain, Speculator
     from pagedray.config import SchedulerConfig
@@ -90,10 +91,7 @@ class Planner:
         # A token of the budget was set aside for each.
         budget.num_tokens += len(preempting)
         if self._pace is not None:
-            self._pace.begin_step(
-                num_tokens=len(draft.decodes),
-                num_pairs=sum(draft.decode_positions) + len(draft.decodes),
-            )
+            self._begin_pace(self._pace, draft)
         for num_started, (sequence, admission) in enumerate(preempting.items(), 1):
             num_left = len(preempting) - num_started
             with Blame(sequence):
@@ -105,7 +103,11 @@ class Planner:
         # Recurrent layers compute either prompts or chains.
         has_room = self._states is None or not draft.prefilled
         if self._speculator is not None and may_speculate and draft.decodes and has_room:
-            self._plan_chains(self._speculator, budget)
+            room = self._room_for_drafts(budget)
+            self._plan_chains(
+                self._speculator.buy_drafts(draft.decodes, num_rows=draft.num_sequences, room=room),
+                budget,
+            )
         if self._speculator is not None and self._speculator.has_head:
             self._plan_head_drafts(self._speculator, draft)
         if draft.prefilled:
@@ -183,14 +185,78 @@ class Planner:
             self._states.begin_decode(sequence)
         return True
 
-    def _plan_chains(self, speculator: Speculator, budget: StepBudget) -> None:
-        """Give decodes drafts with the tokens and rows that are left."""
-        draft = budget.draft
-        num_rows = len(draft.decodes) + len(draft.chunks) + len(draft.singles)
-        room = min(budget.num_tokens, self._table.num_rows - num_rows)
+    def continue_plan(self, step: int, last: InFlightStep) -> PlanDraft:
+        """Return the draft of an overlapped plan that continues the only plan in flight.
+
+        It has the sequences of that plan, at positions as if all of their drafts are right, and
+        drafts that a draft head is guessing. A sequence sits out that would end, or that lacks a
+        block. The draft is empty if anything else could run.
+        """
+        budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=0)
+        draft, speculator = budget.draft, self._speculator
+        draft.is_overlapped = True
+        if speculator is None or not self._may_continue(speculator, last):
+            return draft
+        for sequence in self._table.running:
+            position = sequence.num_computed
+            if sequence.is_ending:
+                continue
+            with Blame(sequence):
+                self._hold_slots(sequence, position, position + 1, draft)
+            if position < sequence.blocks.num_slots:
+                draft.decodes.append(sequence)
+                draft.decode_positions.append(position)
+                sequence.num_computed = position + 1
+        if not draft.decodes:
+            return draft
+        budget.num_tokens -= len(draft.decodes)
+        if self._pace is not None:
+            self._begin_pace(self._pace, draft)
+        room = self._room_for_drafts(budget)
+        chains = speculator.buy_guesses(draft.decodes, most=last.plan.num_drafts, room=room)
+        self._plan_chains(chains, budget)
+        self._plan_head_drafts(speculator, draft)
+        draft.evictions, _ = self._kv.take_copies(step)
+        return draft
+
+    def _may_continue(self, speculator: Speculator, last: InFlightStep) -> bool:
+        """Return whether all sequences that could run are in a plan, and may be in the next plan.
+
+        Tokens that are sampled under masks, or enter recurrent states, must be known.
+        """
+        table = self._table
+        is_waiting = bool(table.waiting or table.swapped or table.arriving)
+        if not speculator.has_head or self._states is not None or is_waiting:
+            return False
+        if last.plan.chunks or last.masked:
+            return False
+        sampled = {*last.sampled_sequences}
+        return all(
+            sequence in sampled
+            and not sequence.is_prefill
+            and not sequence.active.request.prediction
+            and not sequence.may_be_masked(num_tokens=last.plan.num_drafts + 1)
+            for sequence in table.running
+        )
+
+    def _begin_pace(self, pace: StepPace, draft: PlanDraft) -> None:
+        """Begin to count the time of a step that has decodes."""
+        pace.begin_step(
+            num_tokens=len(draft.decodes),
+            num_pairs=sum(draft.decode_positions) + len(draft.decodes),
+        )
+
+    def _room_for_drafts(self, budget: StepBudget) -> int:
+        """Return how many drafts the step may have, with the tokens and rows that are left."""
+        room = min(budget.num_tokens, self._table.num_rows - budget.draft.num_sequences)
         if self._pace is not None:
             room = min(room, int(self._pace.num_tokens(0)))
-        for chain in speculator.buy_drafts(draft.decodes, num_rows=num_rows, room=room):
+        return room
+
+    def _plan_chains(self, chains: list[Chain], budget: StepBudget) -> None:
+        """Give decodes drafts, as far as they have blocks."""
+        draft = budget.draft
+        for chain in chains:
             with Blame(chain.sequence):
                 num_drafts = self._hold_chain(chain, budget)
             if num_drafts:
@@ -214,10 +280,12 @@ class Planner:
     def _hold_slots(self, sequence: Sequence, first: int, end: int, draft: PlanDraft) -> None:
         """Give a sequence blocks for its tokens up to `end`, as far as nothing else needs them.
 
-        The step computes its tokens from `first` on.
+        The step computes its tokens from `first` on, or from an earlier position if drafts of the
+        plan in flight are wrong.
         """
         # The first token sees all blocks of its window.
-        num_computed, sequence.num_computed = sequence.num_computed, first
+        num_computed = sequence.num_computed
+        sequence.num_computed = min(first, len(sequence.token_ids))
         while sequence.blocks.num_slots < end and self._has_spare_blocks:
             added = self._kv.append(sequence)
             if added is None:

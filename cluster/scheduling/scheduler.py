@@ -3,8 +3,9 @@
 The scheduler makes the plan of step k + 1 before it has seen the tokens of step k. The
 number of sampled tokens is known in advance, so no sequence exceeds its limit; the tokens
 are not, so a stop token is found one step late and the token of that step is discarded.
-The exception are steps with drafts, of which a sequence may get any number of tokens: no
-plan is made until their tokens are known.
+The exception are steps with drafts, of which a sequence may get any number of tokens: until
+their tokens are known, only overlapped plans are made, which continue the same sequences
+(`Planner.continue_plan`).
 
 It has no clock and no thread: times are arguments, and callers hold a lock.
 """
@@ -280,8 +281,9 @@ class Scheduler:
         if len(self._in_flight) == self.max_plans_in_flight or self._recovery.needs_repair:
             return None
         if self._speculator is not None and self._waits_for_tokens(self._speculator):
-            return None
-        draft = self._draft_plan()
+            draft = self._planner.continue_plan(self._step, self._in_flight[-1])
+        else:
+            draft = self._draft_plan()
         if draft.deferred:
             self._deferred += [one for one in draft.deferred if one not in self._deferred]
         if draft.is_empty:
@@ -435,7 +437,10 @@ class Scheduler:
         )
 
     def _waits_for_tokens(self, speculator: Speculator) -> bool:
-        """Return whether the next plan waits for the tokens of the plan in flight."""
+        """Return whether the next plan waits for the tokens of the plan in flight.
+
+        An overlapped plan need not wait.
+        """
         if not self._in_flight:
             return False
         last = self._in_flight[-1]

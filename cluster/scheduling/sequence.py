@@ -332,6 +332,13 @@ class Sequence:
             return False
         return self.num_computed >= self.num_prompt_tokens + self.masks.start
 
+    def may_be_masked(self, *, num_tokens: int) -> bool:
+        """Return whether any of the next tokens to be planned may be sampled under a mask."""
+        if self.masks is None:
+            return False
+        first_masked = self.num_prompt_tokens + self.masks.start
+        return self.masks.num_deferred > 0 or self.num_computed + num_tokens >= first_masked
+
     def may_end_with(self, token_id: int) -> bool:
         """Return whether `token_id`, the last token, may end the sequence."""
         if token_id not in self.stop_token_ids:

@@ -18,6 +18,7 @@ from cluster.scheduling.masked_step import MaskedRow
 from cluster.scheduling.sequence import Sequence, SequenceDrafts
 from cluster.scheduling.stats import SpeculationStats
 from cluster.scheduling.suffix_decoding import SuffixDrafter
+from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,6 +71,8 @@ _MOST_PAUSED = 8
 """Tokens of a sequence without guesses after several misses, if many sequences are running."""
 _MOST_WAITING = 256
 """Running sequences up to which a plan may wait for the tokens of the step before."""
+_UNKNOWN = -2
+"""A draft that is not known yet."""
 _NUM_STEPS_ALIKE = 64
 """Steps with a draft head, or without it, after which a step of the other kind is measured."""
 
@@ -79,7 +82,7 @@ class Chain(NamedTuple):
 
     sequence: Sequence
     position: int
-    """The position of its last known token, which the plan computes too."""
+    """The position of its last token before the drafts, which the plan computes too."""
     draft_ids: AnySequence[int]
     num_forced: int = 0
     """The first drafts that the grammar of the sequence forces."""
@@ -95,6 +98,18 @@ class Chain(NamedTuple):
         first_masked = self.sequence.num_prompt_tokens + masks.start
         row = MaskedRow(self.sequence, self.draft_ids, max(first_masked - self.position - 1, 0))
         return row if row.num_masks > 0 else None
+
+    def with_guesses(self) -> Chain:
+        """Return the chain of an overlapped plan with its drafts, once the guesses have come.
+
+        Raises WorkerError if the output of the step before has no guesses.
+        """
+        drafts = self.sequence.drafts
+        assert drafts is not None
+        draft_ids = drafts.head_ids[: len(self.draft_ids)]
+        if drafts.num_known != len(self.sequence.token_ids) or len(draft_ids) < len(self.draft_ids):
+            raise WorkerError("The guesses of a draft head are missing.")
+        return self._replace(position=drafts.num_known - 1, draft_ids=draft_ids)
 
 
 class RowTimes:
@@ -343,6 +358,25 @@ class Speculator:
             if (number := chosen[index])
         ]
 
+    def buy_guesses(self, sequences: AnySequence[Sequence], *, most: int, room: int) -> list[Chain]:
+        """Return chains with drafts that a draft head is guessing, at most `room` in all.
+
+        A step with a token of each sequence is planned, and `most` guesses are made of the tokens
+        behind each.
+        """
+        offers = []
+        for sequence in sequences:
+            limit = min(most, sequence.max_length - sequence.num_computed - 1)
+            if sequence.drafts is not None and limit > 0:
+                survivals = self.rates.survivals(sequence.drafts.lead, limit)
+                offers.append(_Offer(sequence, (_UNKNOWN,) * limit, 0, survivals))
+        chosen = self._chosen(offers, num_rows=len(sequences), room=room)
+        return [
+            Chain(offer.sequence, offer.sequence.num_computed - 1, offer.draft_ids[:number])
+            for index, offer in enumerate(offers)
+            if (number := chosen[index])
+        ]
+
     def num_head_drafts(self, num_sequences: int, *, room: int) -> int:
         """Return how many tokens a draft head should guess behind a step of these sequences.
 
@@ -386,7 +420,8 @@ class Speculator:
             self.times.note_idle(output.idle_s, has_gap=is_alone or plan.is_overlapped)
         seconds = output.forward_s + self.times.idle_s
         num_rows, number = len(plan.decodes), plan.num_drafts
-        if number and not plan.decodes.draft_ids and self.times.has_measured(num_rows):
+        has_chains = bool(plan.decodes.draft_ids) or plan.is_overlapped
+        if number and not has_chains and self.times.has_measured(num_rows):
             pass_s = max(seconds - self.times.time_of(num_rows), 0.0) / number
             self._pass_s += (_PASS_WEIGHT if self._pass_s else 1.0) * (pass_s - self._pass_s)
         else:

@@ -116,14 +116,35 @@ class VirtualHead:
         self.acceptance = acceptance
         self._rng = random.Random(5)
 
-    def guesses(self, plan: StepPlan) -> bytes:
-        """Return what `StepOutput.draft_ids` of a plan has."""
-        rows = {one.row for one in plan.sequences if one.is_sampled}
-        guesses = [
-            TOKEN if self._rng.random() < self.acceptance else TOKEN + 1
-            for _ in range(len(rows) * plan.num_drafts)
-        ]
-        return pack_token_ids(guesses)
+        self._guesses: dict[int, list[int]] = {}
+        """Behind the last step, by row."""
+        self._num_wrong: dict[int, int] = {}
+        """Drafts of the last step that were wrong, by row."""
+
+    def num_wrong(self, row: int, plan: StepPlan) -> int:
+        """Return by how much the positions of a row in the next plan are too high."""
+        return self._num_wrong[row] if plan.is_overlapped else 0
+
+    def read_step(self, plan: StepPlan, token_ids: Sequence[int]) -> bytes:
+        """Return the guesses behind a step that has sampled tokens."""
+        sampled: dict[int, list[int]] = {}
+        rows = (one.row for one in plan.sequences if one.is_sampled)
+        for row, token_id in zip(rows, token_ids, strict=True):
+            sampled.setdefault(row, []).append(token_id)
+        draft_ids = iter(array("i", plan.decodes.draft_ids))
+        self._num_wrong = {}
+        for row, ids in sampled.items():
+            number = len(ids) - 1
+            known = self._guesses[row] if plan.is_overlapped else draft_ids
+            pairs = zip([*itertools.islice(known, number)], ids, strict=False)
+            num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._num_wrong[row] = number - num_right
+        self._guesses = {row: self._guess(plan.num_drafts) for row in sampled}
+        return pack_token_ids([one for ids in self._guesses.values() for one in ids])
+
+    def _guess(self, number: int) -> list[int]:
+        chance = self._rng.random
+        return [TOKEN if chance() < self.acceptance else TOKEN + 1 for _ in range(number)]
 
 
 class _Flight(NamedTuple):
@@ -281,7 +302,7 @@ class VirtualReplica:
         if self._disk is not None:
             self._disk.launch(plan, self.now_s)
         token_ids = self._sample(plan)
-        draft_ids = b"" if self._head is None else self._head.guesses(plan)
+        draft_ids = b"" if self._head is None else self._head.read_step(plan, token_ids)
         if not self._in_flight:
             self.now_s += self._cost.gap_s
         idle_s = max(self.now_s - self._step_ended_s, 0.0)
@@ -300,10 +321,14 @@ class VirtualReplica:
             if call.start_step < 0:
                 call.start_step = self.num_steps + len(self._in_flight)
             self._rows[start.row] = call, start.num_prompt_tokens + call.num_output_tokens
+        sampled = [one for one in plan.sequences if one.is_sampled]
+        ends = [one.first_position + one.num_tokens for one in sampled]
+        if self._head is not None:
+            wrong = (self._head.num_wrong(one.row, plan) for one in sampled)
+            ends = [end - number for end, number in zip(ends, wrong, strict=True)]
         return [
-            EOS if one.first_position + one.num_tokens + 1 == self._rows[one.row][1] else TOKEN
-            for one in plan.sequences
-            if one.is_sampled
+            EOS if end + 1 == self._rows[one.row][1] else TOKEN
+            for one, end in zip(sampled, ends, strict=True)
         ]
 
     def _end_step(self) -> None:

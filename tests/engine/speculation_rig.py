@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.scheduling.drafting import FreeDrafts
 
 if TYPE_CHECKING:
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
+    from pagedray.batch import StepPlan
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 TINY_MTP = TINY_LLAMA.with_name("tiny-llama-mtp")
@@ -252,6 +255,24 @@ def speculator_of(llm: LLM) -> Speculator:
     speculator = llm._engine._scheduler._speculator
     assert speculator is not None
     return speculator
+
+
+@contextmanager
+def counted_overlaps(llm: LLM) -> Iterator[Counter[str]]:
+    """Count the plans of an engine that are made before the tokens of the step before are known."""
+    executor, counts = llm._engine._executor, Counter[str]()
+    submit = executor.submit_plan
+
+    def counting(plan: StepPlan) -> None:
+        if plan.is_overlapped:
+            num_rows = len({*array("i", plan.decodes.rows)})
+            counts["plans"] += 1
+            counts["drafts"] += len(plan.decodes) - num_rows
+        submit(plan)
+
+    executor.submit_plan = counting  # type: ignore[method-assign]  # counts what it passes on
+    yield counts
+    executor.submit_plan = submit  # type: ignore[method-assign]  # as before
 
 
 def answers(llm: LLM, names: Sequence[str], *, max_tokens: int = 30) -> list[list[Any]]:

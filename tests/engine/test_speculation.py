@@ -15,6 +15,7 @@ from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray import LLM, SamplingParams
 from tests.engine.speculation_rig import (
     CHATS,
+    MASKED,
     PARAMETERS,
     PROMPTS,
     TINY_LLAMA,
@@ -22,6 +23,7 @@ from tests.engine.speculation_rig import (
     OracleDrafter,
     RandomDrafter,
     answers,
+    counted_overlaps,
     ngrams,
     open_llm,
     sequences_of,
@@ -273,6 +275,24 @@ def test_mtp_layers_of_families_change_no_token(name: str, tmp_path: Path) -> No
     assert stats.speculation.num_draft_tokens > 0
 
 
+UNMASKED = [name for name in PARAMETERS if name not in MASKED]
+
+
+@pytest.mark.parametrize("dtype", some_slow(["float32", "bfloat16"], slow=["float32"]))
+def test_completions_of_overlapped_steps_are_those_of_single_steps(dtype: str) -> None:
+    with open_llm(speculates=False, dtype=dtype) as plain:
+        expected = [answers(plain, names, max_tokens=50) for names in (UNMASKED, ["temperature"])]
+    with (
+        open_llm(speculates=True, head=TRAINED_HEAD, dtype=dtype) as llm,
+        counted_overlaps(llm) as overlaps,
+    ):
+        found = [answers(llm, names, max_tokens=50) for names in (UNMASKED, ["temperature"])]
+        stats = llm._engine.stats()
+    assert found == expected
+    assert overlaps["plans"] > stats.num_steps / 4
+    assert overlaps["drafts"] > 500
+
+
 @pytest.mark.parametrize("engine", some_slow(["bfloat16", "swap"], slow=["swap"]))
 def test_completions_with_a_trained_mtp_layer_are_those_without(
     engine: str, tmp_path: Path
@@ -282,8 +302,10 @@ def test_completions_with_a_trained_mtp_layer_are_those_without(
     with open_llm(speculates=False, **ENGINES[engine]) as plain:
         expected = answers(plain, names)
     with open_llm(speculates=True, model=whole, method="mtp", **ENGINES[engine]) as llm:
-        found = answers(llm, names)
+        with counted_overlaps(llm) as overlaps:
+            found = answers(llm, names)
         stats = llm._engine.stats().scheduler
     assert found == expected
+    assert engine == "swap" or overlaps["drafts"] > 200
     assert stats.speculation.num_accepted_tokens > stats.speculation.num_draft_tokens / 20
     assert stats.num_free_blocks == stats.num_blocks

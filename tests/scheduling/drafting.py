@@ -24,6 +24,22 @@ class FreeDrafts(RowTimes):
         return 1.0
 
 
+class RandomTimes(RowTimes):
+    """Steps of any number of rows take any time, so any number of drafts is worth it."""
+
+    gap_s = 0.0
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+
+    def has_measured(self, num_rows: int) -> bool:
+        return True
+
+    def time_of(self, num_rows: int) -> float:
+        return 1.0 if self._rng.random() < 0.8 else 9.0 * self._rng.random()
+
+
 class GuessingDrafter:
     """Guesses the tokens of a fake worker; some guesses are wrong."""
 

@@ -15,10 +15,14 @@ stands for the tokens that the row has taken in. A chunk must find exactly the t
 states that chunks save behind them are gone after the step. A row takes in the accepted tokens of a
 chain when it has sampled.
 
+A draft head guesses tokens behind sampled tokens. An overlapped plan computes its guesses of the
+step before, which only the worker knows, as well as how many drafts of that step were wrong.
+
 From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
 them is bad too, and so are the logits.
 """
 
+import random
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -189,9 +193,19 @@ class FakeWorker:
         token_s: float = 0.0,
         windows: tuple[int | None, ...] = (None,),
         state_blocks: int = 0,
+        right: float = 0.7,
     ) -> None:
-        """`cpu_blocks` are those of a pool that outlived another worker."""
+        """`cpu_blocks` are those of a pool that outlived another worker.
+
+        Each guess of the draft head is right with probability `right`.
+        """
         self._windows = windows
+        self._right = right
+        self._rng = random.Random(max_num_seqs)
+        self._num_refused: dict[int, int] = {}
+        """By row that the last step decoded, its drafts that were wrong."""
+        self._guesses: dict[int, list[int]] = {}
+        """By row that the last step sampled, the guesses of the draft head."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self._seeds = seeds
@@ -260,6 +274,10 @@ class FakeWorker:
         """Run the oldest plan."""
         plan = self.plans.popleft()
         assert plan.step == self.executed_step + 1
+        if plan.is_overlapped:
+            plan = self._resolved(plan)
+        # There may be blocks for the drafts of two steps, and for guesses behind them.
+        self._most_drafts = max(self._most_drafts, 3 * plan.num_drafts)
         # Live rows share no block with ended ones.
         for row in self.rows.keys() - self._held_rows.popleft():
             del self.rows[row]
@@ -270,6 +288,8 @@ class FakeWorker:
         chains = self._add_drafts(plan, sequences)
         for sequence in sequences:
             self.rows[sequence.row].block_ids += sequence.new_block_ids
+        if plan.is_overlapped:
+            self._check_bounds(sequences)
         known_bad = self._known_bad.popleft()
         # Siblings share a prompt and its fate.
         started = {start.row for start in plan.starts if start.index == 0}
@@ -308,6 +328,9 @@ class FakeWorker:
                 self._accept(one)
             else:
                 token_ids.append(self._sample(one))
+        self._num_refused = {} if plan.chunks else self._refused(sampled, late_rows)
+        guesses = [self._guess(self.rows[one.row], plan.num_drafts) for one in sampled]
+        self._guesses = dict(zip((one.row for one in sampled), guesses, strict=True))
         rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
         self.bad_outputs.append({row.bad for row in rows if row.bad is not None})
         num_copies = len(plan.evictions) + len(plan.swap_outs) + len(plan.swap_ins)
@@ -318,9 +341,61 @@ class FakeWorker:
                 forward_s=plan.num_tokens * self._token_s,
                 swap_s=num_copies * self._block_copy_s,
                 num_swapped=num_copies,
+                draft_ids=pack_token_ids([one for ids in guesses for one in ids]),
             )
         )
         self.executed_step = plan.step
+
+    def _resolved(self, plan: StepPlan) -> StepPlan:
+        """Return an overlapped plan with the positions and drafts that are known at last."""
+        parts = (plan.chunks, plan.starts, plan.swap_outs, plan.swap_ins, plan.copies, plan.saves)
+        assert not any((*parts, plan.late_copies, plan.disk_reads, plan.decodes.draft_ids))
+        rows = array("i", plan.decodes.rows)
+        assert self._num_refused.keys() >= {*rows}, "a row was not decoded by the step before"
+        positions = [
+            position - self._num_refused[row]
+            for row, position in zip(rows, array("i", plan.decodes.positions), strict=True)
+        ]
+        draft_ids: list[int] = []
+        for one in joined(plan):
+            guesses = self._guesses[one.row]
+            assert one.num_tokens <= len(guesses) + 1, "a draft was not guessed"
+            draft_ids += guesses[: one.num_tokens - 1]
+        decodes = msgspec.structs.replace(
+            plan.decodes,
+            positions=pack_token_ids(positions),
+            draft_ids=pack_token_ids(draft_ids),
+        )
+        return msgspec.structs.replace(plan, decodes=decodes)
+
+    def _check_bounds(self, sequences: list[SequencePlan]) -> None:
+        """Check that rows have slots, and tokens to sample, as if no draft had been wrong."""
+        for one in sequences:
+            row, num_refused = self.rows[one.row], self._num_refused[one.row]
+            end = one.first_position + num_refused + one.num_tokens
+            assert end * len(self._windows) <= len(row.block_ids) * self.block_size
+            assert end < row.start.num_prompt_tokens + row.start.sampling.max_tokens
+
+    def _refused(self, sampled: list[SequencePlan], late_rows: set[int]) -> dict[int, int]:
+        """Return the number of wrong drafts of each row that samples."""
+        ends = {one.row: one.first_position + one.num_tokens for one in sampled}
+        return {
+            row: end - len(self.rows[row].token_ids) + 1
+            for row, end in ends.items()
+            if row not in late_rows
+        }
+
+    def _guess(self, row: _Row, number: int) -> list[int]:
+        """Return guesses of the next tokens of a row, some of which are wrong."""
+        guesses: list[int] = []
+        parent, seed, index = row.chain[-1], row.start.seed, row.start.index
+        for _ in range(number):
+            token_id = sample(parent, seed=seed, index=index, is_eos_allowed=True)
+            if self._rng.random() > self._right:
+                token_id = self._rng.randrange(VOCAB_SIZE)
+            guesses.append(token_id)
+            parent = next_fingerprint(parent, token_id)
+        return guesses
 
     def finish_swaps(self, step: int) -> None:
         """Make the copies of all steps up to `step`."""

@@ -14,7 +14,7 @@ from pagedray.batch import DiskReport, StepPlan
 from pagedray.config import Preemption, SchedulerConfig, SpeculationConfig
 from pagedray.request import AskedMasks, FinishReason, Request
 from pagedray.sampling_params import SamplingParams
-from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
+from tests.scheduling.drafting import FreeDrafts, GuessingDrafter, RandomTimes
 from tests.scheduling.fake_worker import EOS, BadValue, Block, FakeWorker, SeedRecords, undisturbed
 from tests.scheduling.invariants import Invariants
 
@@ -59,12 +59,15 @@ class Harness:
         state_grid: int = 4,
         num_drafts: int = 0,
         right: float = 0.7,
+        has_head: bool = False,
         speculator: Speculator | None = None,
     ) -> None:
         """Sequences have up to `num_drafts` drafts, each right with probability `right`.
 
-        They have the drafts of a `speculator` if there is one.
+        A draft head of the worker guesses them if it `has_head`. They have the drafts of a
+        `speculator` if there is one.
         """
+        self._right = right
         self.windows = windows
         self.state_blocks = state_blocks
         self.max_model_len = max_model_len
@@ -76,7 +79,11 @@ class Harness:
             max_queued_requests=max_queued_requests,
             preemption=preemption,
         )
-        if num_drafts:
+        if has_head:
+            config = SpeculationConfig(num_speculative_tokens=num_drafts, method="mtp")
+            speculator = Speculator(config)
+            speculator.times = RandomTimes(num_drafts)
+        elif num_drafts:
             config = SpeculationConfig(num_speculative_tokens=num_drafts)
             speculator = Speculator(config, GuessingDrafter(0, right=right))
             speculator.times = FreeDrafts()
@@ -426,6 +433,7 @@ class Harness:
             token_s=self._token_s,
             windows=self.windows,
             state_blocks=self.state_blocks,
+            right=self._right,
         )
 
 

@@ -1,5 +1,6 @@
 """The invariants of a scheduler, and of the blocks of the worker that runs its plans."""
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -143,15 +144,17 @@ class Invariants:
                 assert not sequence.is_deferred
                 assert sequence.unchecked_until <= sequence.blocks.num_slots
                 assert sequence.unchecked_until < sequence.max_length
-            num_planned = [
-                0 if sequence in one.late else len(chain.draft_ids) + 1
-                for one in self._scheduler._in_flight
+            in_flight = [one for one in self._scheduler._in_flight if sequence not in one.late]
+            num_drafts = sum(
+                len(chain.draft_ids)
+                for one in in_flight
                 for chain in one.chains
                 if chain.sequence is sequence
-            ]
-            if num_planned:
-                assert [sequence.num_pending] == num_planned
-            assert 0 <= sequence.num_pending <= max(MAX_PLANS_IN_FLIGHT, *num_planned, 0)
+            )
+            if num_drafts:
+                num_planned = sum(sequence in one.sampled_sequences for one in in_flight)
+                assert sequence.num_pending == num_planned + num_drafts
+            assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT + num_drafts
             tenant = sequence.active.request.tenant
             for place, block in enumerate(sequence.blocks.ids):
                 if block >= 0:
@@ -186,12 +189,21 @@ class Invariants:
         most = self._scheduler._kv.groups.blocks_for(
             max(blocks.num_slots, blocks.num_wanted * self._block_size)
         )
+        speculator = self._scheduler._speculator
+        if speculator is not None and speculator.has_head:
+            # Free blocks may be held for the drafts of two steps, and for guesses behind them.
+            most += 3 * speculator._num_drafts * num_groups
         assert len(live) <= most, "a sequence has more blocks than were counted for it"
 
     def check_plan(self, plan: StepPlan, *, is_restricted: bool) -> None:
         """Check a plan: its size, and the order in which requests start unless some may not run."""
         in_flight = self._scheduler._in_flight
-        assert len(in_flight) == 1 or not any(one.chains for one in in_flight)
+        if plan.is_overlapped:
+            before, _ = in_flight
+            rows = {*array("i", before.plan.decodes.rows)}
+            assert rows >= {*array("i", plan.decodes.rows)}
+        elif len(in_flight) > 1:
+            assert not any(one.chains for one in in_flight)
         sizes = [sequence.num_tokens for sequence in plan.sequences]
         self._num_planned_tokens += sum(sizes)
         assert sum(sizes) <= self._max_num_batched_tokens

@@ -1,6 +1,7 @@
 """Long random runs of a scheduler, by seed."""
 
 import random
+from array import array
 from contextlib import suppress
 from typing import Any
 
@@ -32,12 +33,14 @@ def make_harness(
     has_windows: bool = False,
     has_states: bool = False,
     has_drafts: bool = False,
+    has_head: bool = False,
 ) -> Harness:
     block_size = rng.choice((1, 2, 4))
     num_blocks = rng.randint(16, 40) // block_size + 2
     drafting: dict[str, Any] = {}  # Any: options of any type
-    if has_drafts:
+    if has_drafts or has_head:
         drafting = {"num_drafts": rng.randint(1, 9), "right": rng.choice((0.3, 0.8, 0.95, 1.0))}
+        drafting["has_head"] = has_head
     if has_windows:
         return make_windowed(rng, block_size=block_size, **drafting)
     if has_states:
@@ -152,8 +155,12 @@ def act(
     restrictions: float = 0.0,
     structures: float = 0.0,
     bad_values: float = 0.0,
+    most_open: int = 7,
 ) -> None:
-    """Do one random operation that is possible; `restrictions` is the weight of one kind."""
+    """Do one random operation that is possible; `restrictions` is the weight of one kind.
+
+    At most `most_open` requests are open.
+    """
     worker = harness.worker
     match rng.choices(
         (
@@ -173,7 +180,7 @@ def act(
         (16, 50, 20, 20, 20, 15, 15, 1, 1, 0.5, 0.3, restrictions),
     )[0]:
         case "add":
-            if len(harness.scheduler._table.requests) < 7:
+            if len(harness.scheduler._table.requests) < most_open:
                 add_random(harness, rng, structures=structures, bad_values=bad_values)
         case "turn":
             harness.turn()
@@ -255,15 +262,21 @@ def live(
     has_windows: bool = False,
     has_states: bool = False,
     has_drafts: bool = False,
+    has_head: bool = False,
+    most_open: int = 7,
     **weights: float,
 ) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
     harness = make_harness(
-        rng, has_windows=has_windows, has_states=has_states, has_drafts=has_drafts
+        rng,
+        has_windows=has_windows,
+        has_states=has_states,
+        has_drafts=has_drafts,
+        has_head=has_head,
     )
     for _ in range(NUM_ACTIONS):
-        act(harness, rng, **weights)
+        act(harness, rng, most_open=most_open, **weights)
     if weights.get("restrictions"):
         harness.restrict(None)
     harness.drain()
@@ -373,6 +386,34 @@ def test_drafts_change_no_token() -> None:
     assert sum(len(plan.chunks) > 0 for plan in plans) > 20
 
 
+def live_with_head(seed: int) -> Harness:
+    """Run a scheduler with a draft head and a few requests, and with all else that may happen."""
+    return live(
+        seed,
+        has_head=True,
+        most_open=1 + seed % 4,
+        has_windows=seed % 4 == 3,
+        has_states=seed % 11 == 5,
+        structures=0.3 * (seed % 3 == 1),
+        restrictions=3.0 * (seed % 5 == 2),
+        bad_values=0.1 * (seed % 3 == 2),
+    )
+
+
+def test_overlapped_plans_change_no_token() -> None:
+    """The worker checks it. The runs also cover every case."""
+    harnesses = [live_with_head(seed) for seed in range(3 * NUM_SEEDS)]
+    stats = [harness.scheduler.stats() for harness in harnesses]
+    assert sum(one.num_swap_preemptions + one.num_recompute_preemptions for one in stats) > 20
+    assert sum(one.speculation.num_accepted_tokens for one in stats) > 200
+    assert sum(one.speculation.num_refused_tokens for one in stats) > 100
+    plans = [plan for harness in harnesses for plan in harness.plans if plan.is_overlapped]
+    assert sum(len(plan.decodes) > len({*array("i", plan.decodes.rows)}) for plan in plans) > 50
+    assert sum(plan.num_drafts == 0 for plan in plans) > 5
+    assert sum(len(plan.decodes.growing_rows) > 0 for plan in plans) > 50
+    assert sum(len(plan.evictions) > 0 for plan in plans) > 3
+
+
 def live_with_chained_states(seed: int) -> Harness:
     """Run a scheduler with recurrent states and drafts, and with all else that may happen."""
     return live(
@@ -407,6 +448,7 @@ def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: in
         live_with_disk(seed)
         live_with_drafts(seed)
         live_with_chained_states(seed)
+        live_with_head(seed)
         live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
         live(seed, has_windows=True, restrictions=5.0)
         live(seed, has_states=True, structures=0.4, bad_values=0.1 * (seed % 3 == 0))

@@ -26,7 +26,7 @@ from cluster.scheduling.scheduler import Scheduler
 from cluster.scheduling.sequence import Sequence
 from cluster.scheduling.sequence_blocks import SequenceBlocks
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.scheduling.speculation import Speculator
+from cluster.scheduling.speculation import Chain, Speculator
 from cluster.scheduling.states import StateCopier
 from cluster.scheduling.tiers import BlockIndex, CpuTier, DiskTier
 from cluster.serving.engine_client import EngineStream
@@ -66,6 +66,7 @@ class PlantedBug:
 
 _OWNERS: tuple[type[Any], ...] = (  # Any: classes of several kinds
     BlockIndex,
+    Chain,
     CpuTier,
     CrashHandler,
     CrashSearch,
@@ -407,6 +408,50 @@ StateCopier.make_snapshot: a snapshot before a chain has the key of its drafts
 Planner.draft_plan: prompts and chains are in one plan of a model with states
 - has_room = self._states is None or not draft.prefilled
 + has_room = True
+
+OutputReader._read_chains: wrong drafts are taken back twice
+- (len(chain.draft_ids) - num_accepted)
++ (2 * (len(chain.draft_ids) - num_accepted))
+
+OutputReader._read_chains: tokens behind an end in the step before are delivered
+- if sequence.state is FINISHED:
++ if False:
+
+InFlightStep.keep_guesses: drafts are the guesses of another row
+- enumerate(self.sampled_sequences)
++ enumerate(self.sampled_sequences[::-1])
+
+Chain.with_guesses: drafts are guesses behind another token
+- drafts.head_ids[: len(self.draft_ids)]
++ drafts.head_ids[-len(self.draft_ids) :]
+
+Planner.continue_plan: more drafts are planned than guessed
+- most=last.plan.num_drafts
++ most=last.plan.num_drafts + 1
+
+Planner.continue_plan: a token is planned behind the end of a sequence
+- if sequence.is_ending:
++ if False:
+
+Planner.continue_plan: a position that may be reached has no block
+- if position < sequence.blocks.num_slots:
++ if True:
+
+Planner.continue_plan: an overlapped plan does not say that its positions are too high
+- draft.is_overlapped = True
++ pass
+
+Planner._may_continue: a sequence is continued that was not in the step before
+- sequence in sampled
++ True
+
+Planner._may_continue: masks are made before the drafts are known
+- and not sequence.may_be_masked(num_tokens=last.plan.num_drafts + 1)
++ 
+
+Planner._hold_slots: a block is released that a query behind a wrong draft sees
+- min(first, len(sequence.token_ids))
++ first
 """
 
 

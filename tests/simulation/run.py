@@ -17,7 +17,7 @@ from pagedray.errors import CapacityError, LethalRequestError, OverloadedError, 
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import SamplingParams
 from tests.fakes import unused_model
-from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
+from tests.scheduling.drafting import FreeDrafts, GuessingDrafter, RandomTimes
 from tests.scheduling.fake_worker import EOS, undisturbed
 from tests.scheduling.harness import RandomMasks
 from tests.simulation.scenario import make_scenario
@@ -54,6 +54,8 @@ class Outcome:
     """Blocks that came back from the disk."""
     num_kept_hit_tokens: int = 0
     """Tokens that were found in a CPU pool that outlived a rank."""
+    num_overlapped: int = 0
+    """Plans that were made before the tokens of the step before were known."""
 
 
 def failure_of(scenario: Scenario) -> str:
@@ -105,7 +107,10 @@ class _Run:
             _config(scenario), self._ranks, self._client, clock=self._world
         )
         self._controller.ranks, self._controller.chance_deaths = self._ranks, Counter()
-        if (speculator := self._controller._scheduler._speculator) is not None:
+        speculator = self._controller._scheduler._speculator
+        if speculator is not None and scenario.has_head:
+            speculator.times = RandomTimes(scenario.seed)
+        elif speculator is not None:
             speculator.drafter = GuessingDrafter(scenario.seed, right=scenario.right)
             speculator.times = FreeDrafts()
         self._client.attach_engine(self._controller)
@@ -154,6 +159,7 @@ class _Run:
         self._outcome.num_read_blocks = stats.num_read_blocks
         self._outcome.num_kept_hit_tokens = stats.num_kept_hit_tokens
         self._outcome.num_deaths = self._ranks.num_deaths
+        self._outcome.num_overlapped = self._ranks.num_overlapped
         clients = self._scenario.clients
         if not self._scenario.faults:
             num_lethal = sum(client.is_lethal for client in clients)
@@ -339,7 +345,10 @@ def _config(scenario: Scenario) -> EngineConfig:
             preemption=scenario.preemption,
             itl_target_ms=scenario.itl_target_ms,
         ),
-        speculation=SpeculationConfig(num_speculative_tokens=scenario.num_drafts)
+        speculation=SpeculationConfig(
+            num_speculative_tokens=scenario.num_drafts,
+            method="mtp" if scenario.has_head else "ngram",
+        )
         if scenario.num_drafts
         else None,
     )

@@ -99,6 +99,8 @@ class Scenario:
     """Most drafts of a sequence in a step."""
     right: float = 0.0
     """The probability that a draft is right."""
+    has_head: bool = False
+    """Whether the ranks guess the drafts."""
 
 
 _WINDOWED = 3
@@ -108,7 +110,7 @@ _STATEFUL = 5
 _RETURNING = 4
 """In one scenario of so many, prompts come back."""
 _DRAFTED = 7
-"""In two scenarios of so many, sequences have drafts."""
+"""In three scenarios of so many, sequences have drafts; in one of these, the ranks guess them."""
 _LETHAL = 16
 """In one scenario of so many, requests kill their ranks."""
 
@@ -116,10 +118,23 @@ _LETHAL = 16
 def make_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     scenario = _make_layered(seed)
-    if seed % _DRAFTED in (1, 4):
+    if seed % _DRAFTED in (1, 2, 4):
         draws = random.Random(f"drafts {seed}")
         scenario = replace(
             scenario, num_drafts=draws.randint(1, 9), right=draws.choice((0.3, 0.8, 0.95, 1.0))
+        )
+    if seed % _DRAFTED == 2:
+        # Steps overlap only while nothing waits.
+        clients = scenario.clients[: draws.choice((1, 2, 3, 40))]
+        scenario = replace(
+            scenario,
+            has_head=True,
+            clients=tuple(
+                replace(one, n=max(one.n, 2), max_tokens=max(one.max_tokens, 12)) for one in clients
+            ),
+            max_num_seqs=draws.choice((3, 8)),
+            max_num_batched_tokens=max(scenario.max_num_batched_tokens, 5),
+            num_blocks=scenario.num_blocks * draws.choice((1, 1, 2)),
         )
     return scenario if seed % _STATEFUL else make_stateful(scenario)
 
@@ -338,7 +353,8 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     return scenario
 
 
-_FREE = {"num_ranks", "channel_delay_s", "itl_target_ms", "windows", "state_blocks", "num_drafts"}
+_FREE = {"num_ranks", "channel_delay_s", "itl_target_ms", "windows", "state_blocks", "has_head"}
+_FREE |= {"num_drafts"}
 """Fields of a scenario that a simpler scenario need not have."""
 
 

@@ -150,6 +150,7 @@ class SimulatedRank:
             for one in plan.sequences
             if one.is_sampled and self._is_masked(one.row, one.first_position + one.num_tokens)
         ]
+        assert not (masked and plan.is_overlapped), "a mask depends on tokens that are not known"
         if masked and plan.step not in self._masks:
             return
         self._plans.popleft()

@@ -54,6 +54,7 @@ class SimulatedRanks(Executor):
         # The engine's own requests have seed 0.
         self.seeds = SeedRecords(tenants={0: "\0"}, bad_lengths=bad_lengths)
         self.num_deaths = 0
+        self.num_overlapped = 0
         self._memories = PoolMemories(scenario.num_ranks)
         self._ranks: list[SimulatedRank] = []
         for fault in scenario.faults:
@@ -103,6 +104,7 @@ class SimulatedRanks(Executor):
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._ranks[0].held_rows.append(self._held_rows())
+        self.num_overlapped += plan.is_overlapped
         self._post(plan)
 
     def send_masks(self, masks: StepMasks) -> None:
@@ -179,6 +181,7 @@ class SimulatedRanks(Executor):
             token_s=scenario.step_s / 8,
             windows=scenario.windows,
             state_blocks=scenario.state_blocks,
+            right=scenario.right,
         )
 
     def _post(self, message: StepPlan | StepMasks) -> None:

@@ -85,6 +85,11 @@ class ForwardPass:
         assert self._metadata is not None
         return self._metadata
 
+    @property
+    def takes_excess(self) -> bool:
+        """Whether steps of decodes may have lengths that only the device knows."""
+        return not self._states and self._builder.takes_excess
+
     def trace_graphs(self) -> None:
         """Capture all graphs, and drop the captures; nothing runs.
 

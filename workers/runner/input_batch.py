@@ -15,6 +15,7 @@ import torch
 
 from attention.abstract import AttentionBatch
 from attention.kernels.arguments import Segments
+from workers.sampling.edits import Chains
 from workers.sampling.logprobs import PromptChunk
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class StepInputs:
     """The row of each token, `[num_tokens]` int64 on the device, if a draft head reads tokens."""
     head_slots: torch.Tensor | None = None
     """The slot of each token in the layer of a draft head, as `token_rows`."""
+    sampled_indices: _Ints | None = None
+    """The token of the step of each sampled row, on the host; None if all tokens are sampled."""
+    is_overlapped: bool = False
+    """Whether positions on the host are too high by the refused drafts of the step before, and
+    `draft_ids` say only which rows have drafts."""
 
     @property
     def has_kept_states(self) -> bool:
@@ -119,6 +125,8 @@ class InputBatch:
         self._num_entries = np.zeros(max_num_rows, dtype=np.int64)
         self._decode_segments: tuple[bytes, Segments | None] = b"", None
         """The rows of the last step of decodes alone, and their segments."""
+        self._most_drafts = 0
+        """The most drafts of a row in that step."""
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Start the rows of new sequences and append new blocks to block tables."""
@@ -164,7 +172,7 @@ class InputBatch:
         On a CPU, generated tokens that are computed again are decodes, after all prefills.
         """
         if not plan.chunks:
-            return self._decode_inputs(plan.decodes)
+            return self._decode_inputs(plan.decodes, is_overlapped=plan.is_overlapped)
         has_drafts = len(plan.decodes.draft_ids) > 0
         assert not (self._has_states and has_drafts)
         rows, first_positions, num_tokens, is_sampled = _columns(plan)
@@ -185,7 +193,7 @@ class InputBatch:
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_tokens, num_tokens)
         positions = np.repeat(first_positions, num_tokens) + offsets
         seq_lens = first_positions + num_tokens
-        logits_indices = ends[last_parts[is_sampled]] - 1
+        sampled_indices = logits_indices = ends[last_parts[is_sampled]] - 1
         chunks: list[PromptChunk] = []
         for part in first_parts[described].tolist():
             first = int(first_positions[part])
@@ -236,14 +244,19 @@ class InputBatch:
             segments=_segments(segments, num_tokens),
             token_rows=device_token_rows,
             head_slots=head_slots,
+            sampled_indices=None if selects_all else sampled_indices,
         )
 
-    def _decode_inputs(self, decodes: Decodes) -> StepInputs:
+    def _decode_inputs(self, decodes: Decodes, *, is_overlapped: bool) -> StepInputs:
         """Compute `prepare_inputs` faster, for a step of decodes alone."""
         rows = np.frombuffer(decodes.rows, np.int32).astype(np.int64)
         positions = np.frombuffer(decodes.positions, np.int32).astype(np.int64)
         ends = positions + 1
-        draft_ids = draft_ids_of(decodes, len(rows)) if decodes.draft_ids else None
+        draft_ids, written = None, None
+        if decodes.draft_ids:
+            draft_ids = written = draft_ids_of(decodes, len(rows))
+        elif is_overlapped and (rows[1:] == rows[:-1]).any():
+            draft_ids = np.where(np.append(True, rows[1:] != rows[:-1]), -1, 0)
         # Most steps have the rows of the step before; these also say which decodes are chains.
         kept_rows, kept = self._decode_segments
         is_new = self._has_states and kept_rows != decodes.rows
@@ -263,9 +276,18 @@ class InputBatch:
         )
         of_head = (self._head_slots(attention),) if self._has_head else ()
         token_ids, device_positions, others = self._table.begin_step(
-            rows, positions, rows, ends, *of_head, *parts, draft_ids=draft_ids
+            rows,
+            positions,
+            *(rows, ends, *of_head, *parts),
+            draft_ids=written,
+            is_overlapped=is_overlapped,
         )
         device_rows, device_ends, *segments = others
+        if is_overlapped:
+            device_ends = device_positions + 1
+            excess = self._table.num_refused.index_select(0, device_rows)
+            attention = replace(attention, excess=excess, max_excess=self._most_drafts)
+        self._most_drafts = 0 if draft_ids is None else int(Chains(draft_ids).lengths.max()) - 1
         head_slots = segments.pop(0) if self._has_head else None
         if is_new:
             kept = _segments(segments, np.diff(starts), is_chained=draft_ids is not None)
@@ -282,6 +304,7 @@ class InputBatch:
             segments=kept,
             token_rows=device_rows if self._has_head else None,
             head_slots=head_slots,
+            is_overlapped=is_overlapped,
         )
 
     def next_tokens(self, inputs: StepInputs) -> torch.Tensor:
@@ -310,13 +333,14 @@ class InputBatch:
         return replace(groups[0], other_groups=tuple(groups[1:]))
 
     @property
-    def all_tokens(self) -> torch.Tensor:
-        """The tokens of all rows, as in `TokenTable`."""
-        return self._table.all_tokens
+    def table(self) -> TokenTable:
+        """The tokens of all rows."""
+        return self._table
 
-    def head_slots(self, inputs: StepInputs) -> _Ints:
-        """Return the slots of tokens in the layer of a draft head, on the host."""
-        return self._head_slots(inputs.attention)
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
 
     @property
     def max_num_blocks(self) -> int:

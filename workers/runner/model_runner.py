@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 
 from pagedray.batch import TOKEN_ID_BYTES, SequenceStart, StepMasks, StepPlan
@@ -103,10 +104,12 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
         self._progress.enter(Phase.PREPARING)
-        if plan.is_overlapped:
+        if plan.is_overlapped and not self._has_lengths(plan):
             assert self._latest is not None
             before, pending = self._latest
             plan = completed_plan(plan, before, pending.sampled())
+        if self._drafting is not None:
+            self._drafting.has_lengths = False
         if plan.starts:
             plan = msgspec.structs.replace(plan, starts=self._prompts.complete_starts(plan.starts))
         for start in plan.starts:
@@ -155,14 +158,27 @@ class ModelRunner:
             self._latest = plan, pending
         return pending
 
+    def _has_lengths(self, plan: StepPlan) -> bool:
+        """Return whether the device can complete an overlapped plan."""
+        if self._drafting is None or not self._drafting.has_lengths:
+            return False
+        rows = np.frombuffer(plan.decodes.rows, np.int32).astype(np.int64)
+        return self.forward_pass.takes_excess and self._sampler.only_draws(rows)
+
     def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> Sample:
         """Return a function that samples the tokens of a step, given its masks."""
         logits = self.forward_pass.logits(hidden)
         rows, positions = inputs.sampled_rows, inputs.sampled_positions
+        exact = inputs.sampled_places[1] if inputs.is_overlapped else None
         if logits.is_sharded and not self._sampler.needs_whole(rows, positions):
-            return lambda _: self._sampler.sample_sharded(logits, rows, positions)
+            return lambda _: self._sampler.sample_sharded(logits, rows, positions, exact)
         sample = partial(
-            self._sampler.sample, logits.whole(), rows, positions, draft_ids=inputs.draft_ids
+            self._sampler.sample,
+            logits.whole(),
+            rows,
+            positions,
+            draft_ids=inputs.draft_ids,
+            exact_positions=exact,
         )
         return lambda masks: sample() if masks is None else sample(masks.words, masks.released)
 

@@ -23,6 +23,7 @@ def completed_plan(plan: StepPlan, before: StepPlan, sampled: Sampled) -> StepPl
     `before` is the plan of the step before, not overlapped, and `sampled` are its tokens and the
     guesses behind them, on the host.
     """
+    assert not before.is_overlapped
     rows = np.frombuffer(plan.decodes.rows, np.int32)
     is_draft = np.append(False, rows[1:] == rows[:-1])
     firsts = np.flatnonzero(~is_draft)

@@ -5,7 +5,6 @@ It does not know how tokens are sampled.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -90,9 +89,6 @@ class PendingTokens:
         assert self._done is not None
         assert self._sampled is not None
         self._done.synchronize()
-        if self._sampled.draft_ids is not None:
-            # The next step overwrites the memory of guesses.
-            self._sampled = replace(self._sampled, draft_ids=self._sampled.draft_ids.clone())
         return self._sampled
 
     def output(self) -> StepOutput:

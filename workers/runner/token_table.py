@@ -46,6 +46,8 @@ class TokenTable:
         """`[max_num_tokens]`, which begins with the tokens of the latest step; empty on a CPU."""
         self.positions = torch.zeros_like(self.token_ids)
         """The positions of `token_ids`, `[max_num_tokens]`; empty on a CPU."""
+        self.num_refused = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
+        """How many drafts of each row the latest step with a draft head refused."""
         self._prompts = PinnedRing(device)
         self._steps = PinnedRing(device)
         self._outputs = [
@@ -96,13 +98,19 @@ class TokenTable:
                 self._tokens[row, : len(part)] = part
 
     def begin_step(
-        self, rows: _Ints, positions: _Ints, *others: _Ints, draft_ids: _Ints | None = None
+        self,
+        rows: _Ints,
+        positions: _Ints,
+        *others: _Ints,
+        draft_ids: _Ints | None = None,
+        is_overlapped: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Return the tokens of a step, their positions and other numbers, all on the device.
 
         `rows` and `positions` are `[num_tokens]` int64, the others of one dimension. `draft_ids`
-        are written to the places of tokens that are drafts, and -1 for others. On a GPU, the first
-        two results begin where `token_ids` and `positions` do.
+        are written to the places of tokens that are drafts, and -1 for others. With
+        `is_overlapped`, positions are less by `num_refused` of their rows. On a GPU, the first two
+        results begin where `token_ids` and `positions` do.
         """
         if not self._is_cuda:
             device_rows, device_positions, *parts = map(
@@ -113,6 +121,8 @@ class TokenTable:
                 self._tokens[rows[is_draft], positions[is_draft]] = torch.from_numpy(
                     draft_ids[is_draft]
                 )
+            if is_overlapped:
+                device_positions = device_positions - self.num_refused[device_rows]
             return self._tokens[device_rows, device_positions], device_positions, parts
         # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.pinned_copy import place_tokens, row_words
@@ -127,7 +137,15 @@ class TokenTable:
             ends = np.cumsum([0, num_tokens, num_tokens, *sizes])
             for first, part in zip(ends, (row_of_token, positions, *others), strict=False):
                 host[first : first + len(part)] = part
-            place_tokens(token_ids, device_positions, rest, words, self._tokens)
+            place_tokens(
+                token_ids,
+                device_positions,
+                rest,
+                words,
+                self._tokens,
+                self.num_refused,
+                is_overlapped=is_overlapped,
+            )
         parts = [part[: len(other)] for part, other in zip(rest.split(sizes), others, strict=True)]
         return token_ids, device_positions, parts
 

@@ -61,7 +61,9 @@ class Draws:
     top_p: FloatArray
     min_p: FloatArray
     key: IntArray
-    """Keys of the noise."""
+    """Keys of the noise; with `positions`, the starts of the generators."""
+    positions: Tensor | None = None
+    """Positions of the tokens, int64 on the device, if only the device knows them."""
 
     @property
     def scale(self) -> NDArray[np.float32]:
@@ -70,7 +72,9 @@ class Draws:
 
     def of_rows(self, rows: slice | IntArray) -> Draws:
         """Return how the tokens of these rows are drawn."""
-        return Draws(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        assert self.positions is None
+        names = [field.name for field in fields(self) if field.name != "positions"]
+        return Draws(**{name: getattr(self, name)[rows] for name in names})
 
 
 class Choice(ABC):

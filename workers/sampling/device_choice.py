@@ -21,6 +21,7 @@ from attention.kernels.triton.choice import (
     local_maxima,
 )
 from attention.kernels.triton.choice.scores import NUM_PARAMETERS
+from attention.kernels.triton.draft_rows import key_drafts
 from workers.sampling.choice import Choice, Draws, IntArray, select_rows, upload
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def upload_draws(uploader: Uploader, indices: IntArray, draws: Draws) -> tuple[T
     )
     uploaded = uploader.upload(columns)
     parameters = uploaded[first:].view(NUM_PARAMETERS, num_rows)
+    if draws.positions is not None:
+        keys = parameters[-1].view(torch.int64)
+        key_drafts(keys, starts=keys, positions=draws.positions, number=0)
     return uploaded[:num_rows].view(torch.int64), parameters
 
 

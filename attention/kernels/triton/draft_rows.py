@@ -25,44 +25,22 @@ __all__ = [
     "MOST_PARTS",
     "BegunDrafts",
     "begin_drafts",
-    "find_last_tokens",
     "key_drafts",
+    "num_words",
     "pack_drafts",
     "place_drafts",
+    "publish_drafts",
 ]
 
 MOST_PARTS = 64
 """The most programs that attend for a row and KV head; a power of two."""
 _FIRST_WORD = 2
-"""The words before the tokens, of which the first is the width of block tables."""
+"""The words before the sequences: the width of block tables, and the number of tokens."""
+_NUM_SEQUENCE_WORDS = 7
 _WIDTH_TILE = 256
 _ONE = 0x3FF0000000000000
 """The bits of the float64 number 1."""
 _TILE = 128
-
-
-@triton.jit
-def _find_last_tokens(
-    indices: tl.tensor,
-    token_ids: tl.tensor,
-    draft_ids: tl.tensor,
-    firsts: tl.tensor,
-    ends: tl.tensor,
-    tile: tl.constexpr,
-) -> None:
-    """Find the last token of a sequence.
-
-    Launched by `find_last_tokens`; grid `(num_sequences,)`. Pointers, all int64: indices, firsts,
-    ends `[num_sequences]`, token_ids, draft_ids `[num_sampled]`.
-    """
-    sequence = tl.program_id(0)
-    first = tl.load(firsts + sequence)
-    last = tl.load(ends + sequence) - 1
-    places = first + tl.arange(0, tile)
-    is_draft = places < last
-    sampled = tl.load(token_ids + places, mask=is_draft, other=0)
-    drafts = tl.load(draft_ids + places + 1, mask=is_draft, other=0)
-    tl.store(indices + sequence, tl.min(tl.where(is_draft & (sampled != drafts), places, last), 0))
 
 
 @triton.jit(do_not_specialize=["table_stride", "number", "last_position", "max_parts"])
@@ -116,71 +94,115 @@ def _place_drafts(
     tl.store(item + 3, zeros + num_parts.to(tl.int32), mask=is_part)
 
 
-@triton.jit(do_not_specialize=["token_stride", "table_stride", "num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["token_stride", "table_stride", "num_places", "num_rows"])
 def _begin_drafts(
     next_ids: tl.tensor,
     places: tl.tensor,
     slots: tl.tensor,
     indices: tl.tensor,
+    last_ids: tl.tensor,
     positions: tl.tensor,
     num_slots: tl.tensor,
     scales: tl.tensor,
     starts: tl.tensor,
     flags: tl.tensor,
     tables: tl.tensor,
-    host: tl.tensor,
-    host_blocks: tl.tensor,
+    words: tl.tensor,
+    blocks: tl.tensor,
+    step_ids: tl.tensor,
+    step_positions: tl.tensor,
     tokens: tl.tensor,
     token_stride: tl.tensor,
     table_stride: tl.tensor,
-    num_tokens: tl.tensor,
+    num_places: tl.tensor,
     num_rows: tl.tensor,
     first_word: tl.constexpr,
+    num_sequence_words: tl.constexpr,
+    block_size: tl.constexpr,
     tile: tl.constexpr,
     width_tile: tl.constexpr,
 ) -> None:
-    """Read a token, or a sequence, of a step.
+    """Find the last token of a sequence, or mark `width_tile` tokens as padding.
 
-    Launched by `begin_drafts`; grid `(num_tokens + num_rows,)`. Pointers: all are int64 but for
-    tables `[num_rows, table_stride]` and host_blocks, the same memory as host, both int32.
+    Launched by `begin_drafts`; grid `(num_rows + tiles of places,)`. Pointers: all are int64 but
+    for tables `[num_rows, table_stride]` and blocks, the same memory as words, both int32. Without
+    places, step_ids and step_positions are those of the step, and the others are not used.
     """
     program = tl.program_id(0)
-    token_rows = host + first_word
-    token_positions = token_rows + num_tokens
-    if program < num_tokens:
-        row = tl.load(token_rows + program)
-        position = tl.load(token_positions + program)
-        tl.store(next_ids + program, tl.load(tokens + row * token_stride + position + 1))
-        tl.store(places + program, position)
-        tl.store(slots + program, tl.load(token_positions + num_tokens + program))
-    else:
-        sequence = program - num_tokens
-        words = token_positions + 3 * num_tokens + sequence
-        first = tl.load(words)
-        last = tl.load(words + num_rows) - 1
-        row = tl.load(token_rows + first)
-        chain = first + tl.arange(0, tile)
-        is_draft = chain < last
-        at = tl.load(token_positions + chain, mask=is_draft, other=0)
-        sampled = tl.load(tokens + row * token_stride + at + 1, mask=is_draft, other=0)
-        drafts = token_positions + 2 * num_tokens + chain + 1
-        is_wrong = sampled != tl.load(drafts, mask=is_draft, other=0)
-        index = tl.min(tl.where(is_draft & is_wrong, chain, last), 0)
-        tl.store(indices + sequence, index)
-        tl.store(positions + sequence, tl.load(token_positions + index))
-        end = tl.load(words + 2 * num_rows)
-        tl.store(num_slots + sequence, end)
-        tl.store(scales + sequence, tl.load(words + 3 * num_rows))
-        tl.store(starts + sequence, tl.load(words + 4 * num_rows))
-        tl.store(flags + sequence, tl.load(words + 5 * num_rows))
-        width = tl.load(host)
-        blocks = host_blocks + 2 * (first_word + 4 * num_tokens + 6 * num_rows) + sequence * width
-        table = tables + sequence * table_stride
-        for begin in range(0, width, width_tile):
-            columns = begin + tl.arange(0, width_tile)
-            # Padding keeps the blocks of an earlier sequence.
-            is_column = (columns < width) & (end > 0)
-            tl.store(table + columns, tl.load(blocks + columns, mask=is_column), mask=is_column)
+    width = tl.load(words)
+    num_tokens = tl.load(words + 1)
+    if program >= num_rows:
+        token = (program - num_rows) * width_tile + tl.arange(0, width_tile)
+        tl.store(slots + token, -1, mask=(token >= num_tokens) & (token < num_places))
+        return
+    sequence = words + first_word + program
+    row = tl.load(sequence)
+    first = tl.load(sequence + num_rows)
+    last = tl.load(sequence + 2 * num_rows) - 1
+    end = tl.load(sequence + 3 * num_rows)
+    chain = first + tl.arange(0, tile)
+    is_token = (chain <= last) & (end > 0)
+    is_draft = (chain < last) & (end > 0)
+    at = tl.load(step_positions + chain, mask=is_token, other=0)
+    sampled = tl.load(tokens + row * token_stride + at + 1, mask=is_token, other=0)
+    is_wrong = is_draft & (sampled != tl.load(step_ids + chain + 1, mask=is_draft, other=0))
+    index = tl.min(tl.where(is_wrong, chain, last), 0)
+    tl.store(indices + program, index)
+    position = tl.load(step_positions + index)
+    tl.store(positions + program, position)
+    tl.store(last_ids + program, tl.load(tokens + row * token_stride + position + 1))
+    tl.store(num_slots + program, end)
+    tl.store(scales + program, tl.load(sequence + 4 * num_rows))
+    tl.store(starts + program, tl.load(sequence + 5 * num_rows))
+    tl.store(flags + program, tl.load(sequence + 6 * num_rows))
+    own = blocks + 2 * (first_word + num_sequence_words * num_rows) + program * width
+    is_place = is_token & (chain < num_places)
+    tl.store(next_ids + chain, sampled, mask=is_place)
+    tl.store(places + chain, at, mask=is_place)
+    block = tl.load(own + at // block_size, mask=is_place, other=0).to(tl.int64)
+    tl.store(slots + chain, block * block_size + at % block_size, mask=is_place)
+    table = tables + program * table_stride
+    for begin in range(0, width, width_tile):
+        columns = begin + tl.arange(0, width_tile)
+        # Padding keeps the blocks of an earlier sequence.
+        is_column = (columns < width) & (end > 0)
+        tl.store(table + columns, tl.load(own + columns, mask=is_column), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["token_stride", "draft_stride", "num_drafts", "num_rows"])
+def _publish_drafts(
+    host: tl.tensor,
+    tokens: tl.tensor,
+    num_refused: tl.tensor,
+    drafts: tl.tensor,
+    words: tl.tensor,
+    indices: tl.tensor,
+    positions: tl.tensor,
+    token_stride: tl.tensor,
+    draft_stride: tl.tensor,
+    num_drafts: tl.tensor,
+    num_rows: tl.tensor,
+    first_word: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write the drafts of a sequence, and how many drafts of its chain were wrong.
+
+    Launched by `publish_drafts`; grid `(num_sequences,)`. Pointers, all int64: host
+    `[num_sequences, num_drafts]`, tokens `[rows, token_stride]`, num_refused `[rows]`, drafts
+    `[num_sequences, draft_stride]`, words as `_begin_drafts`, indices, positions `[num_rows]`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    sequence = words + first_word + program
+    row = tl.load(sequence)
+    last = tl.load(sequence + 2 * num_rows) - 1
+    tl.store(num_refused + row, last - tl.load(indices + program))
+    places = tl.arange(0, tile)
+    is_draft = places < num_drafts
+    found = tl.load(drafts + program * draft_stride + places, mask=is_draft)
+    tl.store(host + program * num_drafts + places, found, mask=is_draft)
+    columns = tl.load(positions + program) + 2 + places
+    is_draft = is_draft & (columns < token_stride)
+    tl.store(tokens + row * token_stride + columns, found, mask=is_draft)
 
 
 @triton.jit(do_not_specialize=["number", "num_rows"])
@@ -208,31 +230,10 @@ def _key_drafts(
     tl.store(keys + rows, words.to(tl.int64, bitcast=True), mask=is_row)
 
 
-_FIND_LAST_TOKENS = KernelLauncher(_find_last_tokens)
 _PLACE_DRAFTS = KernelLauncher(_place_drafts)
 _BEGIN_DRAFTS = KernelLauncher(_begin_drafts)
+_PUBLISH_DRAFTS = KernelLauncher(_publish_drafts)
 _KEY_DRAFTS = KernelLauncher(_key_drafts)
-
-
-def find_last_tokens(
-    token_ids: torch.Tensor,
-    draft_ids: torch.Tensor,
-    firsts: torch.Tensor,
-    ends: torch.Tensor,
-    *,
-    max_num_drafts: int,
-) -> torch.Tensor:
-    """Return the index of the token behind the last right draft of each sequence.
-
-    All are int64. `token_ids`, `[num_sampled]`, are sampled tokens, and `draft_ids` the drafts that
-    they were sampled behind, -1 for none. The tokens of a sequence, at most one more than
-    `max_num_drafts`, are from `firsts` to before `ends`, `[num_sequences]` each.
-    """
-    tensors = (torch.empty_like(firsts), token_ids, draft_ids, firsts, ends)
-    assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors)
-    tile = next_power_of_two(max_num_drafts)
-    _FIND_LAST_TOKENS.launch((len(firsts), 1, 1), tensors, (tile,), num_warps=1)
-    return tensors[0]
 
 
 def place_drafts(
@@ -288,18 +289,21 @@ def key_drafts(
 
 
 class BegunDrafts(NamedTuple):
-    """The tokens and sequences of a step of decodes, on the device; int64 but for `tables`."""
+    """The tokens and sequences of a step, on the device; int64 but for `tables`."""
 
     next_ids: torch.Tensor
-    """The token that follows each token, `[num_tokens]`."""
+    """The token that follows each token of a step of decodes, `[num_places]`; empty for steps with
+    prompts, and so are the next two."""
     places: torch.Tensor
-    """The position of each token, `[num_tokens]`."""
+    """The position of each token, `[num_places]`."""
     slots: torch.Tensor
-    """The slot of each token, `[num_tokens]`; -1 for padding."""
+    """The slot of each token, `[num_places]`; -1 for padding."""
     indices: torch.Tensor
     """The last token of each sequence: the token behind its last right draft, `[num_rows]`."""
+    last_ids: torch.Tensor
+    """The token that follows it, `[num_rows]`."""
     positions: torch.Tensor
-    """The position of that token, `[num_rows]`."""
+    """The position of the last token, `[num_rows]`."""
     num_slots: torch.Tensor
     """The slots of each sequence, `[num_rows]`; 0 for padding."""
     scales: torch.Tensor
@@ -310,9 +314,13 @@ class BegunDrafts(NamedTuple):
     """The blocks of each sequence, `[num_rows, max width]` int32."""
 
 
+def num_words(num_rows: int, max_width: int) -> int:
+    """Return the words that `pack_drafts` writes at most."""
+    return _FIRST_WORD + num_rows * (_NUM_SEQUENCE_WORDS + max_width // 2)
+
+
 def pack_drafts(
-    host: NDArray[np.int64],
-    tokens: Sequence[NDArray[np.int64]],
+    words: NDArray[np.int64],
     sequences: Sequence[NDArray[np.int64]],
     tables: NDArray[np.int32],
     *,
@@ -321,38 +329,68 @@ def pack_drafts(
 ) -> None:
     """Write what `begin_drafts` reads.
 
-    `tokens` are the row, the position, the slot and the draft of each token, -1 for no draft;
-    `sequences` the first token, the end of the tokens, and the number of slots of each sequence,
-    and then `scales`, `starts` and `flags` of `BegunDrafts`. The padding is up to `num_tokens` and
-    `num_rows`. `tables` has an even width.
+    `sequences` are the row, the first token of the step, the end of the tokens, and the number of
+    slots of each sequence, and then `scales`, `starts` and `flags` of `BegunDrafts`; they are
+    padded to `num_rows`. `tables` has an even width. The step has `num_tokens`.
     """
-    host[0] = tables.shape[1]
+    words[0], words[1] = tables.shape[1], num_tokens
     begin = _FIRST_WORD
-    for parts, size, paddings in (
-        (tokens, num_tokens, (0, 0, -1, -1)),
-        (sequences, num_rows, (0, 1, 0, _ONE, 0, 0)),
-    ):
-        for part, padding in zip(parts, paddings, strict=True):
-            host[begin : begin + len(part)] = part
-            host[begin + len(part) : begin + size] = padding
-            begin += size
-    host[begin : begin + tables.size // 2] = tables.reshape(-1).view(np.int64)
+    for part, padding in zip(sequences, (0, 0, 1, 0, _ONE, 0, 0), strict=True):
+        words[begin : begin + len(part)] = part
+        words[begin + len(part) : begin + num_rows] = padding
+        begin += num_rows
+    words[begin : begin + tables.size // 2] = tables.reshape(-1).view(np.int64)
 
 
 def begin_drafts(
-    begun: BegunDrafts, host: torch.Tensor, tokens: torch.Tensor, *, max_num_drafts: int
+    begun: BegunDrafts,
+    words: torch.Tensor,
+    step: tuple[torch.Tensor, torch.Tensor],
+    tokens: torch.Tensor,
+    *,
+    block_size: int,
+    max_num_drafts: int,
 ) -> None:
-    """Read what `pack_drafts` has written to `host`, int64 and pinned, and fill `begun`.
+    """Read what `pack_drafts` has written to `words`, int64 on the device, and fill `begun`.
 
-    `tokens` is `[max_num_rows, length]` int64, with the sampled tokens of the step.
+    `step` are the tokens of the step and their positions, `[num_tokens]` int64, and `tokens` is
+    `[max_num_rows, length]` int64, with the sampled tokens of the step.
     """
-    num_tokens, num_rows = len(begun.next_ids), len(begun.indices)
-    assert host.dtype == tokens.dtype == torch.int64
+    num_places, num_rows = len(begun.next_ids), len(begun.indices)
+    tile = next_power_of_two(max_num_drafts + 1)
+    assert words.dtype == tokens.dtype == torch.int64
+    assert all(tensor.dtype == torch.int64 for tensor in step)
     assert tokens.is_contiguous()
     _BEGIN_DRAFTS.launch(
-        (num_tokens + num_rows, 1, 1),
-        (*begun, host, host.view(torch.int32), tokens),
-        (_FIRST_WORD, next_power_of_two(max_num_drafts), _WIDTH_TILE),
-        (tokens.stride(0), begun.tables.stride(0), num_tokens, num_rows),
+        (num_rows + triton.cdiv(num_places, _WIDTH_TILE), 1, 1),
+        (*begun, words, words.view(torch.int32), *step, tokens),
+        (_FIRST_WORD, _NUM_SEQUENCE_WORDS, block_size, tile, _WIDTH_TILE),
+        (tokens.stride(0), begun.tables.stride(0), num_places, num_rows),
+        num_warps=1,
+    )
+
+
+def publish_drafts(
+    host: torch.Tensor,
+    tokens: torch.Tensor,
+    num_refused: torch.Tensor,
+    drafts: torch.Tensor,
+    words: torch.Tensor,
+    begun: BegunDrafts,
+) -> None:
+    """Write drafts to pinned memory, and behind the tokens of their rows.
+
+    `host` is `[num_sequences, num_drafts]`, and the first of `drafts`, `[num_rows, most]`, are
+    written; `tokens` and `words` as in `begin_drafts`. `num_refused`, `[max_num_rows]`, gets how
+    many drafts of the chain of each sequence were wrong. All are int64.
+    """
+    num_sequences, num_drafts = host.shape
+    assert host.dtype == num_refused.dtype == drafts.dtype == torch.int64
+    assert drafts.stride(1) == 1
+    _PUBLISH_DRAFTS.launch(
+        (num_sequences, 1, 1),
+        (host, tokens, num_refused, drafts, words, begun.indices, begun.positions),
+        (_FIRST_WORD, next_power_of_two(drafts.shape[1])),
+        (tokens.stride(0), drafts.stride(0), num_drafts, len(begun.indices)),
         num_warps=1,
     )

@@ -42,23 +42,25 @@ def _copy_words(
     tl.store(target + words, tl.load(source + words, mask=is_word), mask=is_word)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_others"])
+@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_others", "is_overlapped"])
 def _place_tokens(
     token_ids: tl.tensor,
     positions: tl.tensor,
     others: tl.tensor,
     host: tl.tensor,
     table: tl.tensor,
+    num_refused: tl.tensor,
     table_stride: tl.tensor,
     num_tokens: tl.tensor,
     num_others: tl.tensor,
+    is_overlapped: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
     """Look up or write the tokens of `tile` places, and copy as many of the other words.
 
     Launched by `place_tokens`; grid `(tiles of the longer part,)`. Pointers, all int64: token_ids,
     positions `[num_tokens]`, others `[num_others]`, host `[2 * num_tokens + num_others]`, table
-    `[rows, table_stride]`.
+    `[rows, table_stride]`, num_refused `[rows]`.
     """
     places = tl.program_id(0) * tile + tl.arange(0, tile)
     is_token = places < num_tokens
@@ -68,7 +70,10 @@ def _place_tokens(
     others_read = tl.load(host + 2 * num_tokens + places, mask=is_other, other=0)
     drafts = (words >> _ROW_BITS) - 1
     is_draft = drafts >= 0
-    entries = table + (words & _ROW_MASK) * table_stride + columns
+    rows = words & _ROW_MASK
+    is_late = is_token & (is_overlapped != 0)
+    columns -= tl.load(num_refused + rows, mask=is_late, other=0)
+    entries = table + rows * table_stride + columns
     known = tl.load(entries, mask=is_token & ~is_draft, other=0)
     tokens = tl.where(is_draft, drafts, known)
     tl.store(entries, tokens, mask=is_draft)
@@ -133,20 +138,24 @@ def place_tokens(
     others: torch.Tensor,
     host: torch.Tensor,
     table: torch.Tensor,
+    num_refused: torch.Tensor,
+    *,
+    is_overlapped: bool,
 ) -> None:
     """Take the inputs of a step from pinned host memory, and its tokens from the table.
 
     `host` has the row of each token (see `row_words`), the position of each, and then `others`:
     int64 as all tensors here. `token_ids` and `positions` are `[num_tokens]`, `table` is
-    `[num_rows, length]`.
+    `[num_rows, length]`. With `is_overlapped`, positions are less by `num_refused` of their rows,
+    `[num_rows]`.
     """
     num_tokens = len(token_ids)
     assert len(host) == 2 * num_tokens + len(others)
     assert len(positions) == num_tokens
     assert table.is_contiguous()
-    tensors = (token_ids, positions, others, host, table)
+    tensors = (token_ids, positions, others, host, table, num_refused)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
-    numbers = table.stride(0), num_tokens, len(others)
+    numbers = table.stride(0), num_tokens, len(others), int(is_overlapped)
     grid = _grid(max(num_tokens, len(others)))
     _PLACE_TOKENS.launch(grid, tensors, (_TILE,), numbers, num_warps=4)
 

@@ -355,3 +355,59 @@ def test_decodes_of_a_chain_see_the_tokens_of_the_others(num_drafts: int) -> Non
     rig.cache.copy_(before)
     torch.testing.assert_close(attended(chain, 0), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(rig.cache.nan_to_num(9.0), expected_cache.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("lengths", [(6, 1, 11), (301, 1, 20)], ids=["short", "long"])
+def test_device_subtracts_the_excess_of_lengths(lengths: tuple[int, ...], is_graph: bool) -> None:
+    rig = rig_of(params_of(), params_of(soft_cap=2.0))
+    sequences = [rig.sequence() for _ in lengths]
+    rig.step(prefills=list(zip(sequences, lengths, strict=True)))
+    excess = [9, 0, 4]
+    # Chains of two drafts, with their lengths, and with lengths that are too large.
+    exact, large = (
+        [
+            replace(sequence, length=sequence.length + more + place)
+            for sequence, more in zip(sequences, numbers, strict=True)
+            for place in range(3)
+        ]
+        for numbers in ([0, 0, 0], excess)
+    )
+    device = rig.spec.device
+    batches = [
+        replace(rig.batch([], exact), has_chains=True),
+        replace(
+            rig.batch([], large),
+            has_chains=True,
+            excess=torch.tensor(excess, device=device).repeat_interleave(3),
+            max_excess=9,
+        ),
+    ]
+    assert (batches[0].seq_lens != batches[1].seq_lens).any()
+    builder = rig.builder
+    if is_graph:
+        spec = replace(rig.spec, max_seq_len=400)
+        builder = SharedBackend.builder_cls(spec, graph_batch_size=12)
+    assert builder.takes_excess
+    inputs = [one.to(device).unflatten(1, (8, 16)) for one in rig.tokens(9)]
+    before, results = rig.cache.clone(), []
+    for batch in batches:
+        rig.cache.copy_(before)
+        metadata = builder.build(batch)
+        step = CachedAttention(rig.cache, metadata)
+        outs = []
+        for layer, tokens in zip(rig.layers, inputs, strict=True):
+            padded = torch.cat((tokens, tokens[:3])) if is_graph else tokens.clone()
+            heads, value = padded.split([6, 2], 1)
+            outs.append(step.attend(layer, HeadInputs(heads, value, None))[:9].clone())
+        results.append((outs, rig.cache.clone()))
+    (expected, expected_cache), (found, cache) = results
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(cache.nan_to_num(9.0), expected_cache.nan_to_num(9.0))
+
+
+def test_windows_and_libraries_take_no_excess() -> None:
+    assert not rig_of(params_of(), params_of(sliding_window=6)).builder.takes_excess
+    kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
+    rig = rig_of(*(replace(params_of(), attention_type=kind) for kind in kinds))
+    assert not rig.builder.takes_excess

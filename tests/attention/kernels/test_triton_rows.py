@@ -409,11 +409,32 @@ def test_tokens_of_a_step_are_those_of_the_table(num_tokens: int, num_others: in
     host = pinned(torch.cat((words, columns, others)))
     expected = table.cpu()
     expected[rows[draft_ids >= 0], columns[draft_ids >= 0]] = draft_ids[draft_ids >= 0]
-    place_tokens(token_ids[:num_tokens], positions[:num_tokens], copied, host, table)
+    # Only overlapped steps read the numbers of refused drafts.
+    refused = torch.full((NUM_ROWS,), 2, device=DEVICE)
+    arguments = token_ids[:num_tokens], positions[:num_tokens], copied, host, table, refused
+    place_tokens(*arguments, is_overlapped=False)
     assert token_ids.tolist() == [*expected[rows, columns].tolist(), -7, -7]
     assert torch.equal(table.cpu(), expected)
     assert positions.tolist() == [*columns.tolist(), -7, -7]
     assert copied.tolist() == others.tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_positions_of_overlapped_steps_are_less_by_the_refused_drafts(num_tokens: int) -> None:
+    table = random_table()
+    rows = torch.randint(0, NUM_ROWS, (num_tokens,))
+    columns = torch.randint(5, LENGTH, (num_tokens,))
+    refused = torch.randint(0, 6, (NUM_ROWS,))
+    token_ids = torch.full((num_tokens,), -7, device=DEVICE)
+    positions, copied = token_ids.clone(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    host = pinned(torch.cat((rows, columns, torch.tensor([3, 4]))))
+    place_tokens(
+        *(token_ids, positions, copied, host, table, refused.to(DEVICE)), is_overlapped=True
+    )
+    expected = columns - refused[rows]
+    assert positions.tolist() == expected.tolist()
+    assert token_ids.tolist() == table.cpu()[rows, expected].tolist()
+    assert copied.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])

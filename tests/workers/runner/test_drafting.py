@@ -59,7 +59,8 @@ from workers.models.draft_head import DraftHead
 from workers.models.families.drafters import read_draft_head, read_draft_model
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
-from workers.runner.drafting import DeviceDrafting
+from workers.runner.device_drafting import DeviceDrafting
+from workers.runner.overlapped_plans import completed_plan
 from workers.runner.pending_tokens import PendingTokens
 from workers.sampling.noise import generator_start, noise, noise_keys
 
@@ -68,6 +69,7 @@ BLOCK_SIZE = 4
 NUM_DRAFTS = 4
 LAYER_IDS = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WAYS = [
     pytest.param(False, id="host"),
     pytest.param(
@@ -190,12 +192,12 @@ class Rank:
             "dtype": "float32",
             "num_blocks": 160,
             "max_model_len": 64,
+            "device": "cpu",
+            "num_threads": 1,
         } | options
         config = engine_config(
             model,
             EngineOptions(
-                device="cpu",
-                num_threads=1,
                 num_cpu_blocks=0,
                 block_size=BLOCK_SIZE,
                 speculative_config={**named, "num_speculative_tokens": NUM_DRAFTS},
@@ -437,14 +439,38 @@ def test_drafts_of_random_rows_have_the_noise_of_the_target(
     rank.close()
 
 
-@pytest.mark.parametrize("is_on_device", WAYS)
+GPU = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "num_threads": None,
+    "attention_backend": "torch_sdpa",
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "host",
+        pytest.param("device", marks=WAYS[1].marks),
+        pytest.param("gpu", marks=[pytest.mark.gpu, NEEDS_GPU]),
+        pytest.param("gpu eager", marks=[pytest.mark.gpu, NEEDS_GPU]),
+    ],
+)
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 0.8)])
 def test_overlapped_plan_follows_the_tokens_of_the_step_before(
-    temperatures: tuple[float, float], is_on_device: bool
+    temperatures: tuple[float, float], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = TARGET.with_name("tiny-llama-eagle3")
-    ranks = [Rank(folder), Rank(folder)]
-    for rank in ranks if is_on_device else ():
+    options = GPU | {"enforce_eager": way == "gpu eager"} if way.startswith("gpu") else {}
+    ranks = [Rank(folder, **options), Rank(folder, **options)]
+    completed = []
+
+    def note(*arguments: Any) -> StepPlan:  # Any: its arguments
+        completed.append(completed_plan(*arguments))
+        return completed[-1]
+
+    monkeypatch.setattr("workers.runner.model_runner.completed_plan", note)
+    for rank in ranks if way == "device" else ():
         on_device(rank)
     text = "Return the median (middle value) of numeric data. When the number of data points is"
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
@@ -488,6 +514,7 @@ def test_overlapped_plan_follows_the_tokens_of_the_step_before(
         plan = StepPlan(0, [], decodes=decodes, num_drafts=NUM_DRAFTS)
     # Some chains were accepted whole, others not at all.
     assert {0, NUM_DRAFTS} <= set(lengths)
+    assert len(completed) == (0 if way.startswith("gpu") else 6)
     for rank in ranks:
         rank.close()
 

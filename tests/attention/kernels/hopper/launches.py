@@ -26,9 +26,9 @@ from attention.kernels.triton.delta_rule import delta_rule
 from attention.kernels.triton.draft_rows import (
     BegunDrafts,
     begin_drafts,
-    find_last_tokens,
     key_drafts,
     place_drafts,
+    publish_drafts,
 )
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
@@ -419,14 +419,13 @@ def drafts() -> None:
     for num_rows in (1, 8):
         numbers = tensor(num_rows, dtype=torch.int64)
         chosen = tensor(num_rows * 5, dtype=torch.int64)
-        find_last_tokens(chosen, chosen, numbers, numbers, max_num_drafts=4)
-        begun = BegunDrafts(*(chosen,) * 3, *(numbers,) * 6, tensor(num_rows, 128, dtype=INT))
-        begin_drafts(
-            begun,
-            tensor(2048, dtype=torch.int64),
-            tensor(8, 64, dtype=torch.int64),
-            max_num_drafts=4,
-        )
+        table, words = tensor(8, 64, dtype=torch.int64), tensor(2048, dtype=torch.int64)
+        for places in (chosen, chosen[:0]):
+            begun = BegunDrafts(*(places,) * 3, *(numbers,) * 7, tensor(num_rows, 128, dtype=INT))
+            step = chosen, chosen
+            begin_drafts(begun, words, step, table, block_size=16, max_num_drafts=4)
+        drafts = chosen.view(num_rows, 5)
+        publish_drafts(drafts, table, numbers, drafts, words, begun)
         key_drafts(numbers, starts=numbers, positions=numbers, number=2)
         place_drafts(
             numbers,
