@@ -28,13 +28,11 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
     autouse=True,
     params=["", *variants("-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma")],
 )
-def _kernels(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile the kernels without some instructions."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
+            compile_with(patch, request.param)
         library = native.load_kernels(SOURCE)
         patch.setattr(integer_gemm, "_library", lambda: library)
         yield

@@ -29,13 +29,11 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
         *variants("-DEMULATE_AMX", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-fma"),
     ],
 )
-def uses_amx(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[bool]:
+def uses_amx(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Compile the kernels without some instructions, or with AMX in plain C."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
+            compile_with(patch, request.param)
         has_amx = "-DEMULATE_AMX" in request.param or (
             not request.param and instruction_set.has_amx()
         )

@@ -28,13 +28,11 @@ LAYERS = [
 
 
 @pytest.fixture(scope="module", autouse=True, params=variants(*WITHOUT))
-def _kernel(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def _kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     if b" avx" not in instruction_set.read_cpu_features():
         pytest.skip("needs x86-64 with AVX")
     with pytest.MonkeyPatch.context() as patch:
-        compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
+        compile_with(patch, request.param)
         patch.setattr(paged_decode, "_library", cache(paged_decode._library.__wrapped__))
         yield
 

@@ -37,16 +37,14 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(
     scope="module", autouse=True, params=["", *variants("-DEMULATE_AMX", "-mno-avx512f")]
 )
-def uses_amx(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[bool]:
+def uses_amx(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Use the kernels of this machine, those of AMX in plain C, or those of AVX2."""
     with pytest.MonkeyPatch.context() as patch:
         has_amx = "-DEMULATE_AMX" in request.param or (
             not request.param and instruction_set.has_amx()
         )
         if request.param:
-            compile_with(patch, request.param, tmp_path_factory.mktemp("cache"))
+            compile_with(patch, request.param)
             patch.setattr(
                 paged_decode, "_prefill_library", cache(paged_decode._prefill_library.__wrapped__)
             )

@@ -1,7 +1,5 @@
 """The kernels of recurrent layers in C, compiled with fewer instructions, against float64."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,12 +14,10 @@ STEP = [129, 1, 70, 1, 2], [8, 3, -1, 5, 0]
 
 
 @pytest.fixture(params=variants("-mno-avx512f", "-mno-avx2"))
-def _fewer_instructions(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def _fewer_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_compiler() is None:
         pytest.skip("no C compiler")
-    compile_with(monkeypatch, request.param, tmp_path)
+    compile_with(monkeypatch, request.param)
     monkeypatch.setattr(recurrent_steps, "_kernel", recurrent_steps._kernel.__wrapped__)
     assert recurrent_steps._kernel("causal_conv", torch.float32) is not None
 

@@ -10,6 +10,9 @@ from attention.kernels.cpu import native
 
 __all__ = ["compile_with", "variants"]
 
+KEPT = Path(__file__).parents[4] / "build" / "cache"
+"""Kernels of earlier runs, found by the contents of their sources and by their flags."""
+
 
 def variants(*flags: str) -> list[Any]:  # Any: the parameters of a fixture
     """Return sets of flags for a fixture, less optimized; in slow tests, also fully optimized.
@@ -21,7 +24,7 @@ def variants(*flags: str) -> list[Any]:  # Any: the parameters of a fixture
     return [*(pytest.param(f"-O1 {one}", marks=other) for one in flags), *slow]
 
 
-def compile_with(patch: pytest.MonkeyPatch, flags: str, cache: Path) -> None:
-    """Compile kernels with additional flags into an own cache, until `patch` is undone."""
+def compile_with(patch: pytest.MonkeyPatch, flags: str, cache: Path = KEPT) -> None:
+    """Compile kernels with additional flags, or load them from a cache, until `patch` is undone."""
     patch.setenv("XDG_CACHE_HOME", str(cache))
     patch.setattr(native, "_FLAGS", (*native._FLAGS, *flags.split()))
