@@ -62,6 +62,7 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._sequences: list[_Sequence] = []
         self._is_stopping = False
+        self._wakes = threading.Event()
         self.reset()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
@@ -87,6 +88,7 @@ class FakeEngine:
 
     def stop(self) -> None:
         self._is_stopping = True
+        self._wakes.set()
         self._thread.join()
 
     @property
@@ -113,6 +115,7 @@ class FakeEngine:
                 )
                 for index in request.open_indices
             ]
+        self._wakes.set()
 
     def submit_texts(self, texts: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         raise AssertionError(texts)
@@ -174,7 +177,11 @@ class FakeEngine:
 
     def _loop(self) -> None:
         while not self._is_stopping:
-            time.sleep(self.step_s or 0.0005)
+            if not self._sequences:
+                # A server runs until the last test has ended.
+                self._wakes.wait()
+                self._wakes.clear()
+            time.sleep(self.step_s)
             with self._lock:
                 running = [one for one in self._sequences if self._may_step(one)]
                 events = [self._step(one) for one in running]
@@ -184,6 +191,8 @@ class FakeEngine:
             if events:
                 self._sink.publish(events)
                 self._wait_for_delivery()
+            else:
+                time.sleep(0.0005)
 
     def _wait_for_delivery(self) -> None:
         """Wait until the event loop has passed on what was published."""
