@@ -20,6 +20,7 @@ import pytest
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.slow_params import some_slow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -196,13 +197,13 @@ CONNECTION_ERRORS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 async def cut_everywhere(
-    port: int | None, run: Callable[[CuttingProxy, str], Awaitable[object]]
+    port: int | None, run: Callable[[CuttingProxy, str], Awaitable[object]], step: int
 ) -> int:
-    """Run with connections cut after 0, 1, 2, ... bytes; return how many were cut.
+    """Run with connections cut after 0, `step`, 2 * `step`, ... bytes; return the last number.
 
     All must return the same.
     """
-    numbers = itertools.count()
+    numbers = itertools.count(0, step)
     is_cut = True
 
     async def work(wanted: object) -> None:
@@ -217,7 +218,7 @@ async def cut_everywhere(
     async with cutting_proxy(port) as proxy:
         wanted = await run(proxy, "whole")
     await asyncio.gather(*(work(wanted) for _ in range(_WORKERS)))
-    return next(numbers) - _WORKERS
+    return next(numbers) - _WORKERS * step
 
 
 def body_of(path: str) -> dict[str, Any]:  # Any: JSON
@@ -250,14 +251,21 @@ def contents(events: list[str]) -> tuple[str, Any, Any]:  # Any: JSON
     return "".join(texts), choices[-1]["finish_reason"], last["usage"]
 
 
+# Parts of most lines have more bytes than a step.
+STEPS = pytest.mark.parametrize("step", some_slow([3, 1], slow=[1]))
+
+
+@STEPS
 @pytest.mark.parametrize(
     "path", ["/v1/completions", pytest.param("/v1/chat/completions", marks=pytest.mark.slow)]
 )
-async def test_events_of_a_stream_cut_at_every_byte_are_equal(server: Server, path: str) -> None:
+async def test_events_of_a_stream_cut_at_every_byte_are_equal(
+    server: Server, path: str, step: int
+) -> None:
     async def run(proxy: CuttingProxy, name: str) -> object:
         return contents(await resumed_events(proxy, server, path, f"{name}-{path[4:]}"))
 
-    assert await cut_everywhere(server.frontends.http_port, run) > 700
+    assert await cut_everywhere(server.frontends.http_port, run, step) > 700
     assert server.engine.log.aborted == []
 
 
@@ -302,14 +310,15 @@ def text_of(messages: list[pb.GenerateResponse]) -> tuple[str, list[int], int]:
     )
 
 
-async def test_messages_of_a_stream_cut_at_every_byte_are_equal(server: Server) -> None:
+@STEPS
+async def test_messages_of_a_stream_cut_at_every_byte_are_equal(server: Server, step: int) -> None:
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
 
         async def run(proxy: CuttingProxy, name: str) -> object:
             return text_of(await resumed_messages(proxy, stub, name))
 
-        assert await cut_everywhere(server.frontends.grpc_port, run) > 200
+        assert await cut_everywhere(server.frontends.grpc_port, run, step) > 200
     assert server.engine.log.aborted == []
 
 
@@ -326,7 +335,7 @@ async def test_no_relay_is_collected_before_it_ends(caplog: pytest.LogCaptureFix
         writer.write(b"x")
         assert await reader.read(1) == b"x"
         writer.close()
-        for _ in range(20):
+        for _ in range(6):
             gc.collect()
             await asyncio.sleep(0)
     assert caplog.messages == []
