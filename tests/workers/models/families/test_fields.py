@@ -57,7 +57,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
 }
 REMOTE_TYPES = {"mimo"}
 """Types whose configuration is code of the checkpoint, not of transformers."""
-SAMPLE = 3
+SAMPLE = 1
 """Edits of each configuration that run each time; all of them are slow tests."""
 # The section is not read; transformers does not find the tensors of some classes without a type,
 # and does not apply MPT's maximum.
