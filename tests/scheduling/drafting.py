@@ -20,21 +20,19 @@ class FreeDrafts(RowTimes):
 
     gap_s = 0.0
 
+    def has_measured(self, num_rows: int) -> bool:
+        return True
+
     def time_of(self, num_rows: int) -> float:
         return 1.0
 
 
-class RandomTimes(RowTimes):
+class RandomTimes(FreeDrafts):
     """Steps of any number of rows take any time, so any number of drafts is worth it."""
-
-    gap_s = 0.0
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._rng = random.Random(seed)
-
-    def has_measured(self, num_rows: int) -> bool:
-        return True
 
     def time_of(self, num_rows: int) -> float:
         return 1.0 if self._rng.random() < 0.8 else 9.0 * self._rng.random()
