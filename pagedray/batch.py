@@ -89,8 +89,8 @@ class Decodes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     positions: bytes = b""
     """`[num_decodes]`: of the tokens that are computed."""
     growing_rows: bytes = b""
-    """`[num_growing]`: the rows with a token that is the first in its block; the row of a chain may
-    be repeated."""
+    """`[num_growing]`: the rows with a token that is the first in its block; rows may be repeated,
+    and with a draft head, rows of chunks are among them."""
     new_block_ids: bytes = b""
     """`[num_growing, num_groups]`: appended to the block tables of these rows before the forward
     pass."""
@@ -286,12 +286,20 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
         for index, row in enumerate(growing_rows):
             blocks = tuple(added[index * num_groups : (index + 1) * num_groups])
             grown[row] = grown.get(row, ()) + blocks
+        chunks = self.chunks
+        if grown and chunks:
+            chunks = [
+                msgspec.structs.replace(
+                    one, new_block_ids=one.new_block_ids + grown.pop(one.row, ())
+                )
+                for one in chunks
+            ]
         # The first decode of a chain takes all blocks.
         decodes = [
             SequencePlan(row, position, 1, True, grown.pop(row, ()))
             for row, position in zip(rows, positions, strict=True)
         ]
-        return self.chunks + decodes
+        return chunks + decodes
 
 
 class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):

@@ -277,7 +277,7 @@ class FakeWorker:
         if plan.is_overlapped:
             plan = self._resolved(plan)
         # There may be blocks for the drafts of two steps, and for guesses behind them.
-        self._most_drafts = max(self._most_drafts, 3 * plan.num_drafts)
+        self._most_drafts = max(self._most_drafts, 3 * plan.num_drafts + 1)
         # Live rows share no block with ended ones.
         for row in self.rows.keys() - self._held_rows.popleft():
             del self.rows[row]

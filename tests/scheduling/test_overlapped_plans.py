@@ -234,8 +234,11 @@ def test_drafts_are_bounded_by_guesses_rows_tokens_and_length() -> None:
 
 @pytest.mark.parametrize(("num_free", "rows"), [(2, []), (3, [0]), (4, [0, 1])])
 def test_a_sequence_without_a_spare_block_sits_out(num_free: int, rows: list[int]) -> None:
-    harness = decoding([1, 2], [1, 3], speculator=Eager(num_guesses=1), block_size=1)
-    harness.plan()
+    speculator = Eager(num_guesses=1)
+    harness = decoding([1, 2], [1, 3], speculator=speculator, block_size=1)
+    # Without guesses behind the chains, there are no blocks for more tokens.
+    speculator.num_guesses = 0
+    assert len(harness.plan().decodes) == 4
     before = [len(sequence.blocks.ids) for sequence in harness.sequences]
     pool = harness.scheduler._kv.pool
     taken = pool.allocate_all(pool.num_free - num_free)
