@@ -102,6 +102,8 @@ class DecoderWorker(Worker):
             drafter=drafter.layer if isinstance(drafter, DraftHeadConfig) else drafter,
         )
         self._spec = spec.grouped()
+        if isinstance(drafter, ModelConfig) and self._device.type == "cuda":
+            _check_groups(drafter, self._spec)
         self._backend = self._select_backend(self._spec)
         self._model: Decoder | None = Decoder(
             config.model, group, backend=self._backend, device=self._device
@@ -514,6 +516,17 @@ def _stored_drafter(config: EngineConfig) -> DraftHeadConfig | ModelConfig | Non
         # A rank may have the files of its model in a folder of its own.
         layer = replace(layer, folder=config.model.folder)
     return replace(head, layer=with_stored_experts(replace(config, model=layer)).model)
+
+
+def _check_groups(draft_model: ModelConfig, spec: AttentionSpec) -> None:
+    """Raise StartupError unless the layers of a draft model have one table of blocks."""
+    num_groups = len(set(spec.cache_groups[draft_model.cache_offset :]))
+    if num_groups > 1:
+        raise StartupError(
+            f"The {draft_model.num_layers} layers of the draft model {draft_model.name} need "
+            f"{num_groups} groups of KV blocks, but on a GPU, they must be one; use a draft model "
+            "with the KV heads of the model."
+        )
 
 
 def measure_roofline(model: Decoder, spec: AttentionSpec) -> RankRoofline:

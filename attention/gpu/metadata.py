@@ -314,8 +314,13 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
     @property
     def takes_excess(self) -> bool:
         are_shared = all(kernels.providers["decode"] == "shared" for kernels in self._kernels)
-        return are_shared and all(
-            params.is_cached and params.sliding_window is None for params in self._spec.layers
+        has_tables = self._spec.layout is not None
+        return (
+            are_shared
+            and not has_tables
+            and all(
+                params.is_cached and params.sliding_window is None for params in self._spec.layers
+            )
         )
 
     def _shorten(self, gpu_batch: GpuBatch, excess: torch.Tensor) -> None:

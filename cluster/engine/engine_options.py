@@ -172,8 +172,6 @@ def engine_config(
     )
     if isinstance(drafter, ModelConfig):
         check_parallel(drafter, parallel.tensor_parallel_size)
-        if options.device != "cpu":
-            raise StartupError("speculative_config.method draft_model is supported on CPUs only.")
     return EngineConfig(
         model=model_config,
         cache=_config_from(CacheConfig, options),

@@ -1,7 +1,8 @@
-"""A trained draft head drafts as well on a GPU, by graphs and by single launches, as on a CPU."""
+"""Drafters draft as well on a GPU, by graphs and by single launches, as on a CPU."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,23 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_trained_head_drafts_well_on_a_gpu(enforce_eager: bool) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "rates"),
+    [
+        (TRAINED_HEAD, {"greedy": 1.2, "temperature": 0.7}),
+        # The model itself: seldom, the last bits of its logits differ.
+        (TINY_LLAMA, {"greedy": 4.5, "temperature": 4.3}),
+    ],
+    ids=["head", "model"],
+)
+def test_drafter_drafts_well_on_a_gpu(
+    drafter: Path, rates: dict[str, float], enforce_eager: bool
+) -> None:
     # Any: options of any type
     options: dict[str, Any] = {"device": "cuda", "num_threads": None, "num_blocks": 2000}
     options["enforce_eager"] = enforce_eager
-    with open_llm(speculates=True, head=TRAINED_HEAD, **options) as llm:
-        for kind, least in (("greedy", 1.2), ("temperature", 0.7)):
+    with open_llm(speculates=True, head=drafter, **options) as llm:
+        for kind, least in rates.items():
             before = speculator_of(llm).stats()
             for _ in range(3):
                 answers(llm, [kind])

@@ -44,6 +44,7 @@ __all__ = [
     "MtpReference",
     "drafts_of",
     "load_reference",
+    "noisy_copy",
     "random_draft_model",
     "random_eagle3_folder",
     "random_glm4_moe_folder",
@@ -471,6 +472,18 @@ def random_draft_model(
     torch.manual_seed(3)
     _save_with_norms(AutoModelForCausalLM.from_config(config), destination)
     copy(target / "tokenizer.json", destination)
+    return destination
+
+
+def noisy_copy(destination: Path, target: Path) -> Path:
+    """Write a model whose weights are about those of a target; return its folder."""
+    copytree(target, destination)
+    generator = torch.Generator().manual_seed(4)
+    tensors = load_file(destination / "model.safetensors")
+    for name, weight in tensors.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        tensors[name] = (weight.float() + 0.2 * weight.float().std() * noise).to(weight.dtype)
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
     return destination
 
 

@@ -46,6 +46,7 @@ from tests.workers.draft_reference import (
     Choose,
     drafts_of,
     load_reference,
+    noisy_copy,
     random_draft_model,
     random_eagle3_folder,
     random_glm4_moe_folder,
@@ -456,11 +457,20 @@ GPU = {
         pytest.param("gpu eager", marks=[pytest.mark.gpu, NEEDS_GPU]),
     ],
 )
-@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 0.8)])
+@pytest.mark.parametrize(
+    ("temperatures", "is_model"),
+    [((0.0, 0.0), False), ((0.7, 0.0), False), ((1.0, 0.8), False), ((0.7, 0.0), True)],
+)
 def test_overlapped_plan_follows_the_tokens_of_the_step_before(
-    temperatures: tuple[float, float], way: str, monkeypatch: pytest.MonkeyPatch
+    temperatures: tuple[float, float],
+    is_model: bool,
+    way: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = TARGET.with_name("tiny-llama-eagle3")
+    if is_model:
+        folder = noisy_copy(tmp_path / "drafter", TARGET)
     options = GPU | {"enforce_eager": way == "gpu eager"} if way.startswith("gpu") else {}
     ranks = [Rank(folder, **options), Rank(folder, **options)]
     completed = []
