@@ -333,13 +333,14 @@ class DecoderWorker(Worker):
     def _make_runner(self, cache: KVCache, sizes: GraphSizes) -> ModelRunner:
         """Return the runner of steps on a cache, with graphs of these sizes, not captured yet."""
         table, batch, sampler = self._make_rows()
+        forward_pass = self._make_forward_pass(cache, table, sizes)
         return ModelRunner(
-            forward_pass=self._make_forward_pass(cache, table, sizes),
+            forward_pass=forward_pass,
             cache=cache,
             batch=batch,
             sampler=sampler,
             progress=self._group.progress,
-            drafting=self._make_drafting(cache, batch, sampler, sizes),
+            drafting=self._make_drafting(cache, forward_pass, batch, sampler, sizes),
         )
 
     def _make_drafter(
@@ -372,7 +373,12 @@ class DecoderWorker(Worker):
         )
 
     def _make_drafting(
-        self, cache: KVCache, batch: InputBatch, sampler: Sampler, sizes: GraphSizes
+        self,
+        cache: KVCache,
+        forward_pass: ForwardPass,
+        batch: InputBatch,
+        sampler: Sampler,
+        sizes: GraphSizes,
     ) -> Drafting | None:
         """Return the drafter on a cache, if there is one."""
         if self._drafter is None:
@@ -380,7 +386,14 @@ class DecoderWorker(Worker):
         builder = self._backend.make_metadata_builder(self._spec)
         drafter, pool = self._drafter, cache.device_pool
         if self._device.type == "cpu":
-            return HostDrafting(drafter, pool, batch=batch, sampler=sampler, builder=builder)
+            return HostDrafting(
+                drafter,
+                pool,
+                forward_pass=forward_pass,
+                batch=batch,
+                sampler=sampler,
+                builder=builder,
+            )
         assert isinstance(builder, GpuMetadataBuilder)
         # Imported here so that this module can be imported without Triton.
         from workers.runner.device_drafting import DeviceDrafting
@@ -391,6 +404,7 @@ class DecoderWorker(Worker):
         return DeviceDrafting(
             drafter,
             pool,
+            forward_pass=forward_pass,
             batch=batch,
             sampler=sampler,
             builder=builder,
@@ -418,6 +432,7 @@ class DecoderWorker(Worker):
                 is_alone=self._group.size == 1,
                 states=cache.states,
                 num_spare_states=self._num_spare_states,
+                reader=None if self._drafter is None or self._drafter.lag else self._drafter,
             )
             if sizes.decodes:
                 decode_graphs = DecodeGraphs(setup, sizes.decodes, self._backend, self._spec)

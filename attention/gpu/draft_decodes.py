@@ -1,7 +1,8 @@
-"""The attention of a draft head on a GPU: decodes of one layer with lengths on the device."""
+"""The attention of drafters on a GPU: decodes with lengths on the device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 class DraftDecodes:
-    """One token of each of several rows at a time, over the cache of one layer."""
+    """One token of each of several rows at a time, over the cache of layers that are alike."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class DraftDecodes:
         last_position: int,
         memory: DecodeMemory,
     ) -> None:
-        """All as in `place_drafts`. `builder` knows the layers of the cache.
+        """All as in `place_drafts`. `builder` knows the layers; one of them is `layer_index`.
 
         Others that are launched on the same stream may share `memory`.
         """
@@ -49,9 +50,7 @@ class DraftDecodes:
         params, _ = builder.layer(layer_index)
         num_rows, device = len(positions), positions.device
         self._builder = builder
-        self._layer_index = layer_index
         self._kv_cache = kv_cache
-        self._cache = builder.layer_cache(layer_index, kv_cache)
         self._positions, self._num_slots, self._tables = positions, num_slots, tables
         self._last_position = last_position
         self._tuning = default_decode_tuning(
@@ -65,8 +64,6 @@ class DraftDecodes:
             window_right=0,
             soft_cap=params.soft_cap,
             alibi_slopes=None,
-            k_scale=self._cache.k_scale,
-            v_scale=self._cache.v_scale,
         )
         programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
         parts = max(1, min(MOST_PARTS, programs // (num_rows * params.num_kv_heads)))
@@ -81,7 +78,8 @@ class DraftDecodes:
         self.places = torch.empty_like(positions)
         """The positions of the tokens that are attended for, `[num_rows]` int64."""
         self._slots = torch.empty_like(positions)
-        self._decode: PagedDecode | None = None
+        self._decodes: dict[int, PagedDecode] = {}
+        """The launches of each layer."""
 
     def place(self, number: int) -> None:
         """Prepare the tokens `number` positions behind the first.
@@ -104,26 +102,27 @@ class DraftDecodes:
             tile_keys=self._tuning.tile_keys,
         )
 
-    def attend(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Write keys and values, and return the attention, of the query's shape."""
+    def attend(self, layer_index: int, inputs: AttentionInputs) -> torch.Tensor:
+        """Write keys and values of a layer; return its attention, of the query's shape."""
         from attention.kernels.triton.paged_decode import PagedDecode
 
         assert inputs.key is not None
         assert inputs.value is not None
-        index = self._layer_index
-        self._builder.write_layer(index, inputs.key, inputs.value, self._kv_cache, self._slots)
-        out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
-        if self._decode is None or not self._decode.fits(
-            inputs.query, self._cache.blocks, out, self._options, None
-        ):
-            self._decode = PagedDecode(
-                inputs.query,
-                self._cache.blocks,
+        kv_cache, query = self._kv_cache, inputs.query
+        self._builder.write_layer(layer_index, inputs.key, inputs.value, kv_cache, self._slots)
+        cache = self._builder.layer_cache(layer_index, kv_cache)
+        options = replace(self._options, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        decode = self._decodes.get(layer_index)
+        if decode is None or not decode.fits(query, cache.blocks, out, options, None):
+            decode = self._decodes[layer_index] = PagedDecode(
+                query,
+                cache.blocks,
                 out,
                 block_tables=self._tables,
                 items=self._items,
-                options=self._options,
+                options=options,
                 tuning=self._tuning,
             )
-        self._decode.launch(inputs.query, self._cache.keys, self._cache.values, out)
+        decode.launch(query, cache.keys, cache.values, out)
         return out

@@ -55,6 +55,8 @@ class _Graph(NamedTuple):
     """Its kept tensors, if any, stay allocated."""
     accept: torch.cuda.CUDAGraph | None = None
     """Advances kept states by the accepted tokens of chains."""
+    read: torch.cuda.CUDAGraph | None = None
+    """Has a draft model read the tokens of the step."""
 
 
 class DecodeGraphs(StepGraphs[_Graph]):
@@ -78,6 +80,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
         self._starts = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
         self._sampled_ids = torch.zeros_like(self._token_ids)
         """The token sampled after each token, which decides which drafts are accepted."""
+        self._latest: _Graph | None = None
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         num_tokens = len(inputs.token_ids)
@@ -89,9 +92,16 @@ class DecodeGraphs(StepGraphs[_Graph]):
             self._replayed = inputs.segments
         self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()
+        self._latest = graph
         hidden = graph.hidden[:num_tokens]
         indices = inputs.logits_indices
         return hidden if indices is None else hidden.index_select(0, indices)
+
+    def read(self) -> None:
+        """Have the draft model read the tokens of the step that was replayed last."""
+        assert self._latest is not None
+        assert self._latest.read is not None
+        self._latest.read.replay()
 
     def _set_segments(self, segments: Segments, size: int) -> None:
         """Set the segments that a graph of some size reads; others have no row."""
@@ -133,6 +143,7 @@ class DecodeGraphs(StepGraphs[_Graph]):
                 self._model.forward(token_ids, self._positions[:size], attention, None)
                 if attention.states is not None and attention.states.kept:
                     attention.states.accept(token_ids, self._sampled_ids[:size])
+                self._read(size, attention)
 
     def _captured(self, size: int) -> _Graph:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
@@ -142,8 +153,12 @@ class DecodeGraphs(StepGraphs[_Graph]):
         def run() -> torch.Tensor:
             return self._model.forward(token_ids, positions, attention, None)
 
-        self._run_first(run)
-        states, accept = attention.states, None
+        def run_first() -> None:
+            run()
+            self._read(size, attention)
+
+        self._run_first(run_first)
+        states, accept, read = attention.states, None, None
         if states is not None:
             states.kept.clear()
         with self._recording() as graph:
@@ -151,6 +166,9 @@ class DecodeGraphs(StepGraphs[_Graph]):
         if states is not None and states.kept:
             with self._recording() as accept:
                 states.accept(token_ids, self._sampled_ids[:size])
+        if self._reader is not None:
+            with self._recording() as read:
+                self._read(size, attention)
         return _Graph(
             graph=graph,
             state=self._state.graph_clone(size),
@@ -158,7 +176,13 @@ class DecodeGraphs(StepGraphs[_Graph]):
             hidden=hidden,
             states=states,
             accept=accept,
+            read=read,
         )
+
+    def _read(self, size: int, attention: CachedAttention) -> None:
+        """Have the draft model read the tokens of a step, if there is a draft model."""
+        if self._reader is not None:
+            self._reader.read(self._token_ids[:size], self._positions[:size], attention)
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:

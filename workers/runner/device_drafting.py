@@ -29,11 +29,11 @@ from workers.sampling.choice import Choice
 from workers.sampling.edits import Chains
 
 if TYPE_CHECKING:
-    from attention.abstract import AttentionMetadata
     from attention.gpu.metadata import GpuMetadataBuilder
     from attention.layer import Attention
     from workers.models.draft_head import RankDrafter
     from workers.models.self_attention import HeadInputs
+    from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.sampler import Sampler
     from workers.sampling.choice import IntArray
@@ -58,6 +58,7 @@ class DeviceDrafting(Drafting):
         drafter: RankDrafter,
         kv_cache: torch.Tensor,
         *,
+        forward_pass: ForwardPass,
         batch: InputBatch,
         sampler: Sampler,
         builder: GpuMetadataBuilder,
@@ -67,7 +68,7 @@ class DeviceDrafting(Drafting):
         graphs: Any = None,  # Any: torch does not export the type
     ) -> None:
         """`graphs` is the memory of CUDA graphs; without it, each kernel is launched by itself."""
-        super().__init__(drafter, kv_cache, batch=batch, sampler=sampler)
+        super().__init__(drafter, kv_cache, forward_pass=forward_pass, batch=batch, sampler=sampler)
         self._builder = builder
         self._table = batch.table
         device, is_cuda = kv_cache.device, kv_cache.device.type == "cuda"
@@ -100,8 +101,12 @@ class DeviceDrafting(Drafting):
         self._sequences = self._positions.new_zeros(4, max_num_rows)
         """The last token of each sequence, the token that follows it, the start of its generator,
         and whether it draws."""
+        # The forward pass has a draft model read the tokens of a step.
+        num_places = width if drafter.lag else 0
         self._phases = {
-            (size, has_draws): self._make_phase(size, num_places=size * width, has_draws=has_draws)
+            (size, has_draws): self._make_phase(
+                size, num_places=size * num_places, has_draws=has_draws
+            )
             for size in self._sizes
             for has_draws in (False, True)
         }
@@ -109,7 +114,6 @@ class DeviceDrafting(Drafting):
     def run(
         self,
         inputs: StepInputs,
-        metadata: AttentionMetadata,
         token_ids: torch.Tensor | None,
         num_drafts: int,
     ) -> torch.Tensor | None:
@@ -120,6 +124,8 @@ class DeviceDrafting(Drafting):
             drawn = self._sampler.random_rows(inputs.sampled_rows[firsts])
             phase = self._phase_for(firsts, ends, has_draws=len(drawn) > 0)
             if phase is not None:
+                if not self._drafter.lag:
+                    self._read(inputs)
                 self._upload(phase, inputs, firsts, ends, drawn)
                 if phase.graph is None:
                     step = inputs.token_ids, inputs.positions
@@ -128,7 +134,7 @@ class DeviceDrafting(Drafting):
                     phase.graph.replay()
                 self.has_lengths = True
                 return self._published(phase, len(firsts), num_drafts)
-        return super().run(inputs, metadata, token_ids, num_drafts)
+        return super().run(inputs, token_ids, num_drafts)
 
     def warm_up(self) -> None:
         nothing = np.zeros(0, dtype=np.int64)
@@ -178,8 +184,7 @@ class DeviceDrafting(Drafting):
             phase.drafts = self._draft_decodes(phase, step)
         phase.graph = graph
 
-    def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> Writer:
-        del metadata
+    def _writer(self, inputs: StepInputs) -> Writer:
         assert inputs.head_slots is not None
         return partial(
             self._builder.write_layer, kv_cache=self._kv_cache, slot_mapping=inputs.head_slots
@@ -261,9 +266,11 @@ class DeviceDrafting(Drafting):
         phase.decodes.place(1 - self._drafter.lag)
 
     def _draft_decodes(self, phase: _Phase, step: _Step) -> torch.Tensor:
-        """Read the tokens of a step of decodes, and return the most drafts."""
+        """Return the most drafts behind a step of decodes, of which heads read the tokens first."""
         begun = phase.begun
         self._begin(phase, step)
+        if not self._drafter.lag:
+            return self._passes(phase, None, self._max_num_drafts)
         write = partial(
             self._builder.write_layer, kv_cache=self._kv_cache, slot_mapping=begun.slots
         )
@@ -393,7 +400,7 @@ class _DeviceAttention(StepAttention):
         self._decodes = decodes
 
     def attend(self, layer: Attention, inputs: HeadInputs) -> torch.Tensor:
-        return self._decodes.attend(self.split(layer, inputs)).flatten(1)
+        return self._decodes.attend(layer.layer_index, self.split(layer, inputs)).flatten(1)
 
 
 def _chain_bounds(inputs: StepInputs) -> tuple[IntArray, IntArray]:

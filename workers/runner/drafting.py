@@ -20,10 +20,11 @@ from workers.sampling.edits import Chains
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
+    from attention.abstract import AttentionMetadataBuilder
     from attention.layer import Attention
     from workers.models.draft_head import DraftOutputs, RankDrafter
     from workers.models.self_attention import HeadInputs
+    from workers.runner.forward_pass import ForwardPass
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.sampler import Sampler
     from workers.sampling.choice import Draws, IntArray
@@ -42,10 +43,12 @@ class Drafting(ABC):
         drafter: RankDrafter,
         kv_cache: torch.Tensor,
         *,
+        forward_pass: ForwardPass,
         batch: InputBatch,
         sampler: Sampler,
     ) -> None:
         self._drafter = drafter
+        self._forward_pass = forward_pass
         self._kv_cache = kv_cache
         self._batch = batch
         self._sampler = sampler
@@ -58,17 +61,16 @@ class Drafting(ABC):
     def run(
         self,
         inputs: StepInputs,
-        metadata: AttentionMetadata,
         token_ids: torch.Tensor | None,
         num_drafts: int,
     ) -> torch.Tensor | None:
         """Read the tokens of a step, and return drafts `[num_sequences, num_drafts]` on the host.
 
-        `metadata` is that of the step. `token_ids`, `[num_sampled]`, are the sampled tokens, which
-        the rows have. None without drafts, or without sampled tokens. On a GPU, the drafts are
-        written when the device has run this, and valid until the next drafts.
+        It is the latest step of the forward pass. `token_ids`, `[num_sampled]`, are the sampled
+        tokens, which the rows have. None without drafts, or without sampled tokens. On a GPU, the
+        drafts are written when the device has run this, and valid until the next drafts.
         """
-        states = self._read(inputs, metadata)
+        states = self._read(inputs)
         if token_ids is None or not num_drafts:
             return None
         return self._draft(inputs, states, token_ids, num_drafts)
@@ -83,17 +85,16 @@ class Drafting(ABC):
         """Capture the smallest of the missing graphs; return False if none is missing."""
         return False
 
-    def _read(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor | None:
+    def _read(self, inputs: StepInputs) -> torch.Tensor | None:
         """Read all tokens of a step; return their states."""
-        drafter = self._drafter
-        if not drafter.lag:
-            attention = CachedAttention(self._kv_cache, metadata)
-            return drafter.read(inputs.token_ids, inputs.positions, attention)
-        write = WriteAttention(self._writer(inputs, metadata))
-        return drafter.read(self._batch.next_tokens(inputs), inputs.positions, write)
+        if not self._drafter.lag:
+            self._forward_pass.read(self._drafter, inputs)
+            return None
+        write = WriteAttention(self._writer(inputs))
+        return self._drafter.read(self._batch.next_tokens(inputs), inputs.positions, write)
 
     @abstractmethod
-    def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> Writer:
+    def _writer(self, inputs: StepInputs) -> Writer:
         """Return a function that writes the keys and values of all tokens of a step."""
 
     @abstractmethod
@@ -133,17 +134,18 @@ class HostDrafting(Drafting):
         drafter: RankDrafter,
         kv_cache: torch.Tensor,
         *,
+        forward_pass: ForwardPass,
         batch: InputBatch,
         sampler: Sampler,
         builder: AttentionMetadataBuilder,
     ) -> None:
         """`builder` plans the passes of drafts, and nothing else."""
-        super().__init__(drafter, kv_cache, batch=batch, sampler=sampler)
+        super().__init__(drafter, kv_cache, forward_pass=forward_pass, batch=batch, sampler=sampler)
         self._builder = builder
 
-    def _writer(self, inputs: StepInputs, metadata: AttentionMetadata) -> Writer:
+    def _writer(self, inputs: StepInputs) -> Writer:
         del inputs
-        return partial(metadata.write, kv_cache=self._kv_cache)
+        return partial(self._forward_pass.metadata.write, kv_cache=self._kv_cache)
 
     def _draft(
         self,

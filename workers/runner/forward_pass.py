@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attention.layer import Attention
     from workers.layers.sharded_logits import ShardedLogits
     from workers.models.decoder import Decoder
+    from workers.models.draft_head import RankDrafter
     from workers.runner.decode_graphs import ChainGraphs, DecodeGraphs
     from workers.runner.input_batch import StepInputs
     from workers.runner.piece_graphs import PieceGraphs
@@ -63,6 +64,8 @@ class ForwardPass:
         self._piece_graphs = piece_graphs
         self._sampled_attention = sampled_attention
         self._metadata: AttentionMetadata | None = None
+        self._replayed: DecodeGraphs | None = None
+        """The graphs of the latest step, if it had only decodes."""
         self._accept: Callable[[torch.Tensor], None] | None = None
         """What the last step left to `accept_drafts`, if it has kept states."""
         kinds = (decode_graphs, chain_graphs, piece_graphs)
@@ -113,10 +116,13 @@ class ForwardPass:
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """Return the normed hidden states of `logits_indices`, `[num_logits, hidden_size]`."""
         self._metadata = metadata = self._builder.build(inputs.attention)
+        self._replayed = None
         if self._chain_graphs is not None and self._chain_graphs.can_replay(inputs):
             self._accept = self._chain_graphs.accept
+            self._replayed = self._chain_graphs
             return self._chain_graphs.replay(inputs, metadata)
         if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
+            self._replayed = self._decode_graphs
             return self._decode_graphs.replay(inputs, metadata)
         self._state.begin_forward(metadata)
         if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
@@ -131,6 +137,14 @@ class ForwardPass:
         return self._model.forward(
             inputs.token_ids, inputs.positions, attention, inputs.logits_indices, last
         )
+
+    def read(self, drafter: RankDrafter, inputs: StepInputs) -> None:
+        """Have a draft model read the tokens of the latest step, which has these inputs."""
+        if self._replayed is not None:
+            self._replayed.read()
+            return
+        attention = CachedAttention(self._kv_cache, self.metadata)
+        drafter.read(inputs.token_ids, inputs.positions, attention)
 
     def accept_drafts(self, sampled_ids: torch.Tensor) -> None:
         """Advance the states that the last step has kept by the accepted tokens of its chains.

@@ -141,7 +141,7 @@ class ModelRunner:
                 choose = self._choose(inputs, hidden)
                 sample = partial(self._sample, inputs, choose, plan)
             elif self._drafting is not None and plan.feeds_head:
-                self._drafting.run(inputs, self.forward_pass.metadata, None, 0)
+                self._drafting.run(inputs, None, 0)
             self._cache.copy_blocks(plan.late_copies)
         pending = PendingTokens(
             plan.step,
@@ -192,8 +192,7 @@ class ModelRunner:
         token_ids = self._batch.append_sampled(inputs, sampled.token_ids)
         if self._drafting is None or not plan.feeds_head:
             return replace(sampled, token_ids=token_ids)
-        metadata = self.forward_pass.metadata
-        draft_ids = self._drafting.run(inputs, metadata, sampled.token_ids, plan.num_drafts)
+        draft_ids = self._drafting.run(inputs, sampled.token_ids, plan.num_drafts)
         return replace(sampled, token_ids=token_ids, draft_ids=draft_ids)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.models.decoder import Decoder
+from workers.models.draft_head import RankDrafter
 from workers.runner.token_table import TokenTable
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class StepGraphs(ABC, Generic[Capture]):
         _LIVING.add(self)
         self._progress = setup.progress
         self._model = setup.model
+        self._reader = setup.reader
         self._kv_cache = setup.kv_cache
         self._states = setup.states
         self._pool = setup.pool
@@ -177,6 +179,8 @@ class CaptureSetup:
     """The states of all rows, by recurrent layer."""
     num_spare_states: int = 0
     """The number of the last states, which steps with prompts save."""
+    reader: RankDrafter | None = None
+    """A draft model that reads the tokens of steps, or None."""
 
 
 @contextmanager

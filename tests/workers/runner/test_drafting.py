@@ -308,6 +308,7 @@ def on_device(rank: Rank) -> None:
     runner._drafting = drafting = DeviceDrafting(
         worker._drafter,
         runner._cache.device_pool,
+        forward_pass=runner.forward_pass,
         batch=runner._batch,
         sampler=runner._sampler,
         builder=builder,
@@ -331,8 +332,6 @@ def test_drafts_follow_prompts_and_chains(
     make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "head")
-    if is_on_device and make in MODELS:
-        pytest.skip("not yet")
     rank = Rank(folder)
     if is_on_device:
         on_device(rank)
@@ -402,8 +401,6 @@ def test_drafts_of_random_rows_have_the_noise_of_the_target(
     make: Callable[[Path], Path], is_on_device: bool, tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "head")
-    if is_on_device and make in MODELS:
-        pytest.skip("not yet")
     rank = Rank(folder)
     if is_on_device:
         on_device(rank)
