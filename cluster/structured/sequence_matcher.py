@@ -11,11 +11,10 @@ import numpy as np
 
 from cluster.structured.child_process import is_out_of_memory
 from cluster.structured.messages import REJECTED_TOKEN
+from cluster.structured.token_matchers import token_bits
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
     from cluster.structured.messages import MaskQuery, MatcherStart
@@ -51,13 +50,11 @@ class SequenceMatcher:
         self._num_words = -(-vocab_size // 32)
         self._min_tokens = start.min_tokens
         self._num_tokens = 0
+        eos_ids = [one for one in start.eos_token_ids if one < vocab_size]
+        ids = [*eos_ids, *(one for one in start.stop_token_ids if one < vocab_size)]
         has_eos = start.ignores_eos and start.eos_token_ids
-        self._eos = _bits(start.eos_token_ids, vocab_size) if has_eos else None
-        self._early = (
-            _bits((*start.eos_token_ids, *start.stop_token_ids), vocab_size)
-            if start.min_tokens
-            else None
-        )
+        self._eos = token_bits(eos_ids, self._num_words) if has_eos else None
+        self._early = token_bits(ids, self._num_words) if start.min_tokens else None
         self._was_queried = False
         self.cpu_s = start.cpu_s
         """CPU time taken in total."""
@@ -224,9 +221,3 @@ class DraftMasks:
         if mask is not None:
             self._mask = mask
         return mask is not None
-
-
-def _bits(token_ids: Iterable[int], size: int) -> NDArray[np.int32]:
-    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
-    bits[[token_id for token_id in token_ids if token_id < size]] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from copy import copy
 from typing import TYPE_CHECKING, Protocol, Self
@@ -27,6 +28,7 @@ __all__ = [
     "TokenIndex",
     "TokenMatcher",
     "Vocabulary",
+    "token_bits",
     "vocabulary_of",
 ]
 
@@ -34,32 +36,39 @@ _MAX_LINE_FEEDS = 2
 """Line feeds between the reasoning and the structure, as models write them."""
 
 
-class TokenMatcher(Protocol):
+class TokenMatcher(ABC):
     """A position in a grammar, or in the text around it."""
 
     @property
+    @abstractmethod
     def is_complete(self) -> bool:
         """Whether the tokens so far are a whole text."""
 
     @property
     def is_free(self) -> bool:
         """Whether it allows every token from here on."""
+        return False
 
+    @abstractmethod
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if it is not allowed."""
 
+    @abstractmethod
     def copy(self) -> Self:
         """Return a matcher at the same position, which advances on its own."""
 
+    @abstractmethod
     def forced_token(self, index: TokenIndex) -> int | None:
         """Return the longest token of the only text that may follow; None if there are several.
 
         Shorter tokens of that text may be allowed, too.
         """
 
+    @abstractmethod
     def reset(self) -> None:
         """Return to the start."""
 
+    @abstractmethod
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
         """Set the bits of the allowed tokens in a row of zeros, `[num_masks, num_words]`.
 
@@ -67,41 +76,56 @@ class TokenMatcher(Protocol):
         """
 
 
-class TextMatcher(TokenMatcher, Protocol):
+class TextMatcher(TokenMatcher):
     """A matcher that also accepts texts."""
 
+    @abstractmethod
     def accept_text(self, text: str) -> bool:
         """Advance by a text, or return False if it is not allowed."""
 
 
-class FreeMatcher:
-    """Allows every token. A TokenMatcher."""
+class FreeMatcher(TokenMatcher):
+    """Allows every token; it has no position."""
 
     is_complete = True
     is_free = True
 
     def accept_token(self, token_id: int) -> bool:
-        """Return True."""
         return True
 
     def copy(self) -> Self:
-        """Return this matcher, which has no position."""
         return self
 
     def forced_token(self, index: TokenIndex) -> int | None:
-        """Return None."""
         return None
 
     def reset(self) -> None:
         """Do nothing."""
 
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
-        """Set the bits of all tokens in a row of zeros."""
         masks[row] = -1
 
 
-class MarkMatcher:
-    """Allows the token at the start of the grammar, or after free text. A TextMatcher."""
+class OuterMatcher(TokenMatcher):
+    """Passes the tokens of a sequence to another matcher."""
+
+    def __init__(self, matcher: TokenMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_complete
+
+    def copy(self) -> Self:
+        copied = copy(self)
+        copied._matcher = self._matcher.copy()
+        return copied
+
+
+class MarkMatcher(OuterMatcher, TextMatcher):
+    """Allows the token at the start of the grammar, or after free text."""
+
+    _matcher: TextMatcher
 
     def __init__(
         self,
@@ -115,7 +139,7 @@ class MarkMatcher:
 
         With `text_index`, free text may precede it; the index knows its tokens.
         """
-        self._matcher = matcher
+        super().__init__(matcher)
         self._token_id = token_id
         self._text = text
         self._mark = text.encode()
@@ -125,18 +149,7 @@ class MarkMatcher:
         self._tail = b""
         """The end of the free text."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the grammar matches the tokens so far."""
-        return self._matcher.is_complete
-
-    @property
-    def is_free(self) -> bool:
-        """Return False: the grammar may forbid tokens."""
-        return False
-
     def accept_token(self, token_id: int) -> bool:
-        """Advance by a token, or return False if the grammar does not allow it."""
         if self._is_expected and token_id == self._token_id:
             self._is_expected = False
             return self._matcher.accept_text(self._text)
@@ -144,15 +157,8 @@ class MarkMatcher:
         return self._matcher.accept_token(token_id)
 
     def accept_text(self, text: str) -> bool:
-        """Advance by a text, or return False if the grammar does not allow it."""
         self._is_expected = False
         return self._matcher.accept_text(text)
-
-    def copy(self) -> Self:
-        """Return a matcher at the same position, which advances on its own."""
-        copied = copy(self)
-        copied._matcher = self._matcher.copy()
-        return copied
 
     def forced_token(self, index: TokenIndex) -> int | None:
         """Return the mark where nothing else may be, or the token forced behind the mark."""
@@ -161,13 +167,11 @@ class MarkMatcher:
         return self._token_id if self._index is None else None
 
     def reset(self) -> None:
-        """Return to the start of the grammar."""
         self._matcher.reset()
         self._is_expected = True
         self._tail = b""
 
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the allowed tokens in a row of zeros."""
         self._matcher.write_mask(masks, row)
         if self._is_expected:
             word, bit = divmod(self._token_id, 32)
@@ -182,30 +186,45 @@ class MarkMatcher:
         return self._mark not in text
 
 
-class ReasoningBudget:
+class TrackingMatcher(OuterMatcher):
+    """Tracks the reasoning of a sequence."""
+
+    def __init__(self, matcher: TokenMatcher, reasoning: Reasoning, index: TokenIndex) -> None:
+        super().__init__(matcher)
+        self._reasoning = reasoning
+        self._index = index
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start at the beginning of the turn."""
+        self._tracker = ReasoningTracker(self._reasoning)
+
+    def copy(self) -> Self:
+        copied = super().copy()
+        copied._tracker = copy(self._tracker)
+        return copied
+
+    def reset(self) -> None:
+        self._matcher.reset()
+        self._begin()
+
+
+class ReasoningBudget(TrackingMatcher):
     """Allows the tokens of another matcher, until the reasoning has as many tokens as it may have.
 
-    From then on, only the mark of its end is allowed. It is a TokenMatcher.
+    From then on, only the mark of its end is allowed.
     """
 
     def __init__(
         self, matcher: TokenMatcher, reasoning: Reasoning, index: TokenIndex, *, max_tokens: int
     ) -> None:
-        self._matcher = matcher
-        self._reasoning = reasoning
-        self._index = index
         self._max_tokens = max_tokens
-        self._begin()
+        super().__init__(matcher, reasoning, index)
 
     def _begin(self) -> None:
-        self._tracker = ReasoningTracker(self._reasoning)
+        super()._begin()
         self._num_tokens = 0
         """Tokens of the reasoning, without the mark at which it begins."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the tokens so far are a whole text."""
-        return self._matcher.is_complete
 
     @property
     def is_free(self) -> bool:
@@ -213,27 +232,14 @@ class ReasoningBudget:
         return self._tracker.is_passed and self._matcher.is_free
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by a token, or return False if it is not allowed."""
         if self._tracker.place is ReasoningPlace.INSIDE:
             self._num_tokens += 1
         self._tracker.add_token(token_id, self._index.bytes_of(token_id))
         return self._matcher.accept_token(token_id)
 
-    def copy(self) -> Self:
-        """Return a matcher at the same position, which advances on its own."""
-        copied = copy(self)
-        copied._matcher = self._matcher.copy()
-        copied._tracker = copy(self._tracker)
-        return copied
-
     def forced_token(self, index: TokenIndex) -> int | None:
         """Return the next token of the mark once the budget is spent."""
         return self._next_of_end() if self._is_spent else self._matcher.forced_token(index)
-
-    def reset(self) -> None:
-        """Return to the start of the turn."""
-        self._matcher.reset()
-        self._begin()
 
     @property
     def _is_spent(self) -> bool:
@@ -241,7 +247,6 @@ class ReasoningBudget:
         return is_inside and self._num_tokens >= self._max_tokens
 
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the allowed tokens in a row of zeros."""
         if self._is_spent:
             word, bit = divmod(self._next_of_end(), 32)
             masks.view("uint32")[row, word] = 1 << bit
@@ -262,11 +267,10 @@ class ReasoningBudget:
         raise RuntimeError("no token continues the mark at the end of the reasoning")
 
 
-class ReasoningMatcher:
-    """Lets a sequence reason freely before its grammar, but not end there.
+class ReasoningMatcher(TrackingMatcher):
+    """Lets a sequence reason freely before its grammar, but not end there."""
 
-    It is a TokenMatcher.
-    """
+    _matcher: TextMatcher
 
     def __init__(
         self,
@@ -276,17 +280,14 @@ class ReasoningMatcher:
         *,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._matcher = matcher
-        self._reasoning = reasoning
-        self._index = index
+        super().__init__(matcher, reasoning, index)
         self._eos_token_ids = eos_token_ids
         self._end = reasoning.end.encode()
         self._usual_mask: NDArray[np.int32] | None = None
         """The mask inside of the reasoning, unless a part of its end has been written."""
-        self._begin()
 
     def _begin(self) -> None:
-        self._tracker = ReasoningTracker(self._reasoning)
+        super()._begin()
         self._is_matching = not self._reasoning.is_open
         """Whether all tokens so far, if they are no reasoning, match the grammar."""
         self._num_tokens = 0
@@ -301,11 +302,6 @@ class ReasoningMatcher:
         if self._headers:
             return False
         return self._matcher.is_complete and self._tracker.place is not ReasoningPlace.INSIDE
-
-    @property
-    def is_free(self) -> bool:
-        """Return False: the grammar may forbid tokens."""
-        return False
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if neither the grammar nor a mark allows it."""
@@ -337,13 +333,6 @@ class ReasoningMatcher:
                 return self._accept_line_feeds(self._tracker.after)
         return True
 
-    def copy(self) -> Self:
-        """Return a matcher at the same position, which advances on its own."""
-        copied = copy(self)
-        copied._matcher = self._matcher.copy()
-        copied._tracker = copy(self._tracker)
-        return copied
-
     def forced_token(self, index: TokenIndex) -> int | None:
         """Return the token that a header or the grammar forces, if no reasoning may come."""
         place = self._tracker.place
@@ -356,13 +345,7 @@ class ReasoningMatcher:
             return None
         return self._matcher.forced_token(index)
 
-    def reset(self) -> None:
-        """Return to the start of the turn."""
-        self._matcher.reset()
-        self._begin()
-
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the allowed tokens in a row of zeros."""
         place = self._tracker.place
         if place is ReasoningPlace.INSIDE:
             masks[row] = self._inside_mask(masks.shape[1])
@@ -371,16 +354,16 @@ class ReasoningMatcher:
             found = {one.token_ids[self._num_passed] for one in self._headers}
             if place is ReasoningPlace.START:
                 found |= self._beginning()
-            masks[row] = _bits(list(found), masks.shape[1])
+            masks[row] = token_bits(list(found), masks.shape[1])
             return
         if place is not ReasoningPlace.START or self._is_matching:
             self._matcher.write_mask(masks, row)
         if place is ReasoningPlace.START:
-            masks[row] |= _bits(list(self._beginning()), masks.shape[1])
+            masks[row] |= token_bits(list(self._beginning()), masks.shape[1])
         elif place is ReasoningPlace.AFTER and not self._has_begun:
             counts = range(1, _MAX_LINE_FEEDS - self._num_line_feeds + 1)
             whitespace = [one for n in counts for one in self._index.equal_to(b"\n" * n)]
-            masks[row] |= _bits(whitespace, masks.shape[1])
+            masks[row] |= token_bits(whitespace, masks.shape[1])
 
     def _accept_after(self, token_id: int) -> bool:
         if self._headers:
@@ -431,8 +414,8 @@ class ReasoningMatcher:
         is_usual = self._tracker.rest == self._end
         if is_usual and self._usual_mask is not None:
             return self._usual_mask
-        mask = _bits(np.arange(len(self._index.tokens)), num_words)
-        mask &= ~_bits(list(self._forbidden_inside()), num_words)
+        mask = token_bits(np.arange(len(self._index.tokens)), num_words)
+        mask &= ~token_bits(list(self._forbidden_inside()), num_words)
         if is_usual:
             self._usual_mask = mask
         return mask
@@ -450,7 +433,8 @@ class ReasoningMatcher:
         return found
 
 
-def _bits(token_ids: list[int] | NDArray[np.int64], num_words: int) -> NDArray[np.int32]:
+def token_bits(token_ids: list[int] | NDArray[np.int64], num_words: int) -> NDArray[np.int32]:
+    """Return a mask in which the bits of these tokens are set."""
     bits = np.zeros(num_words * 32, dtype=np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -161,7 +161,7 @@ def _attend_chunks(
     positions = num_keys - num_queries + queries
     keys += sequence_offset + kv_head * head_stride
     values += sequence_offset + kv_head * head_stride
-    if not has_left:
+    for has_mask in tl.static_range(has_left, 2):
         weighted, top, total = attend(
             weighted,
             top,
@@ -174,14 +174,14 @@ def _attend_chunks(
             table,
             block_stride,
             token_stride,
-            0,
-            unmasked_end,
-            0,
+            unmasked_end if has_mask else 0,
+            end_key if has_mask else unmasked_end,
+            first_key if has_mask else 0,
             window_left,
             window_right,
             dot_scale,
             cap,
-            False,
+            has_mask,
             has_left,
             has_right,
             has_cap,
@@ -191,35 +191,6 @@ def _attend_chunks(
             padded_size,
             tile_keys,
         )
-    weighted, top, total = attend(
-        weighted,
-        top,
-        total,
-        q,
-        positions,
-        vector_slopes,
-        keys,
-        values,
-        table,
-        block_stride,
-        token_stride,
-        unmasked_end,
-        end_key,
-        first_key,
-        window_left,
-        window_right,
-        dot_scale,
-        cap,
-        True,
-        has_left,
-        has_right,
-        has_cap,
-        has_slopes,
-        block_size,
-        head_size,
-        padded_size,
-        tile_keys,
-    )
 
     if has_sinks:
         weighted, top, total = count_sinks(weighted, top, total, sinks, heads, is_vector)

@@ -141,6 +141,7 @@ def _step(
         state = tl.load(states + places, mask=is_state & (row >= 0), other=0.0).to(tl.float32)
     wait_for_inputs(is_dependent)
     token = segment.to(tl.int64)
+    num_tokens = 1
     if not reads_early:
         row = tl.load(rows + segment)
     if not is_decode:
@@ -148,6 +149,7 @@ def _step(
         first = tl.load(query_starts + segment)
         if is_chained:
             token = first.to(tl.int64)
+            num_tokens = end - first
             if first == end:
                 return
         else:
@@ -156,12 +158,9 @@ def _step(
             token = (end - 1).to(tl.int64)
     out += (token * num_heads + head) * value_size + values
     if row < 0:
-        if is_chained:
-            for _ in range(first, end):
-                tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
-                out += num_heads * value_size
-        else:
+        for _ in range(num_tokens):
             tl.store(out, tl.zeros([tile_value], out.dtype.element_ty), mask=is_value)
+            out += num_heads * value_size
         return
     if not reads_early:
         states += row.to(tl.int64) * row_stride + head * (value_size * key_size)
@@ -172,66 +171,45 @@ def _step(
     value += token * value_stride + head * value_size + values
     a += token * a_stride + head
     b += token * b_stride + head
-    a_log += head
-    dt_bias += head
-    state, result, v = _pass_token(
-        state,
-        query,
-        key,
-        value,
-        a,
-        b,
-        a_log,
-        dt_bias,
-        row >= 0,
-        is_key,
-        is_value,
-        scale,
-        has_gates,
-        is_delta,
-    )
-    if is_chained:
-        for _ in range(first + 1, end):
-            if not is_delta:
-                result += v * tl.load(skip + head)
-            tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
+    z += token * z_stride + head * value_size + values
+    for _ in range(num_tokens):
+        if is_chained:
             # As if the state had been stored.
             state = state.to(states.dtype.element_ty).to(tl.float32)
-            query += query_stride
-            key += key_stride
-            value += value_stride
-            a += a_stride
-            b += b_stride
-            out += num_heads * value_size
-            state, result, v = _pass_token(
-                state,
-                query,
-                key,
-                value,
-                a,
-                b,
-                a_log,
-                dt_bias,
-                row >= 0,
-                is_key,
-                is_value,
-                scale,
-                has_gates,
-                is_delta,
-            )
+        state, result, v = _pass_token(
+            state,
+            query,
+            key,
+            value,
+            a,
+            b,
+            a_log + head,
+            dt_bias + head,
+            row >= 0,
+            is_key,
+            is_value,
+            scale,
+            has_gates,
+            is_delta,
+        )
+        if not is_delta:
+            result += v * tl.load(skip + head)
+        if has_norm:
+            # Round as if the result had been stored.
+            result = result.to(out.dtype.element_ty).to(tl.float32)
+            result *= tl.rsqrt(tl.sum(result * result, axis=0) / value_size + eps)
+            result *= tl.load(norm_weight + values, mask=is_value, other=0.0).to(tl.float32)
+            gates = tl.load(z, mask=is_value, other=0.0).to(tl.float32)
+            result *= gates / (1.0 + tl.exp(-gates))
+        tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
+        query += query_stride
+        key += key_stride
+        value += value_stride
+        a += a_stride
+        b += b_stride
+        out += num_heads * value_size
     if not keeps_states:
         tl.store(states + places, state.to(states.dtype.element_ty), mask=is_state)
-    if not is_delta:
-        result += v * tl.load(skip + head)
-    if has_norm:
-        # Round as if the result had been stored.
-        result = result.to(out.dtype.element_ty).to(tl.float32)
-        result *= tl.rsqrt(tl.sum(result * result, axis=0) / value_size + eps)
-        result *= tl.load(norm_weight + values, mask=is_value, other=0.0).to(tl.float32)
-        gates = tl.load(z + token * z_stride + head * value_size + values, mask=is_value, other=0.0)
-        gates = gates.to(tl.float32)
-        result *= gates / (1.0 + tl.exp(-gates))
-    tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
 
 
 @triton.jit

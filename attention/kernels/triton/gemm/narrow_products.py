@@ -148,27 +148,27 @@ def _fours(x: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
 def _adjacent(
     inputs: tl.tensor, factors: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return inputs `[vectors, 8]` as four words of adjacent pairs."""
+    """Return inputs `[vectors, 8]` as four words of adjacent pairs, `[1, vectors]` each."""
     inputs *= factors[:, None]
     even, odd = tl.split(tl.reshape(inputs, [inputs.shape[0], 4, 2]))
     even, odd = tl.split(tl.reshape(_pairs(even, odd), [inputs.shape[0], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    return first, second, third, fourth
+    return first[None, :], second[None, :], third[None, :], fourth[None, :]
 
 
 @triton.jit
 def _interleaved(
     inputs: tl.tensor, factors: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return inputs `[vectors, 8]` as words of 0 and 2, 4 and 6, 1 and 3, and 5 and 7."""
+    """Return inputs `[vectors, 8]` as words of 0 and 2, 4 and 6, 1 and 3, 5 and 7; `[1, vectors]`."""
     inputs *= factors[:, None]
     even, odd = tl.split(tl.reshape(inputs, [inputs.shape[0], 2, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     first, third = tl.split(_pairs(first, third))
     second, fourth = tl.split(_pairs(second, fourth))
-    return first, third, second, fourth
+    return first[None, :], third[None, :], second[None, :], fourth[None, :]
 
 
 @triton.jit
@@ -191,20 +191,7 @@ def multiply_fp8(
         products = tl.inline_asm_elementwise(
             _FP8_PRODUCTS,
             "=f,r,r,r,r,r,r,r,r,r,r,r,r",
-            [
-                w0,
-                w1,
-                w2,
-                w3,
-                x0[None, :],
-                x1[None, :],
-                x2[None, :],
-                x3[None, :],
-                x4[None, :],
-                x5[None, :],
-                x6[None, :],
-                x7[None, :],
-            ],
+            [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
@@ -265,28 +252,7 @@ def multiply_nibbles(
         low_sums, high_sums = tl.inline_asm_elementwise(
             code,
             "=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [
-                w0,
-                w1,
-                w2,
-                w3,
-                a0[None, :],
-                a1[None, :],
-                a2[None, :],
-                a3[None, :],
-                b0[None, :],
-                b1[None, :],
-                b2[None, :],
-                b3[None, :],
-                c0[None, :],
-                c1[None, :],
-                c2[None, :],
-                c3[None, :],
-                d0[None, :],
-                d1[None, :],
-                d2[None, :],
-                d3[None, :],
-            ],
+            [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
