@@ -172,42 +172,44 @@ def _step(
     a += token * a_stride + head
     b += token * b_stride + head
     z += token * z_stride + head * value_size + values
-    for _ in range(num_tokens):
-        if is_chained:
-            # As if the state had been stored.
-            state = state.to(states.dtype.element_ty).to(tl.float32)
-        state, result, v = _pass_token(
-            state,
-            query,
-            key,
-            value,
-            a,
-            b,
-            a_log + head,
-            dt_bias + head,
-            row >= 0,
-            is_key,
-            is_value,
-            scale,
-            has_gates,
-            is_delta,
-        )
-        if not is_delta:
-            result += v * tl.load(skip + head)
-        if has_norm:
-            # Round as if the result had been stored.
-            result = result.to(out.dtype.element_ty).to(tl.float32)
-            result *= tl.rsqrt(tl.sum(result * result, axis=0) / value_size + eps)
-            result *= tl.load(norm_weight + values, mask=is_value, other=0.0).to(tl.float32)
-            gates = tl.load(z, mask=is_value, other=0.0).to(tl.float32)
-            result *= gates / (1.0 + tl.exp(-gates))
-        tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
-        query += query_stride
-        key += key_stride
-        value += value_stride
-        a += a_stride
-        b += b_stride
-        out += num_heads * value_size
+    # The first token by itself: the loop over the others would delay its loads.
+    for is_later in tl.static_range(1 + is_chained):
+        for _ in range(num_tokens - 1 if is_later else 1):
+            if is_later:
+                # As if the state had been stored.
+                state = state.to(states.dtype.element_ty).to(tl.float32)
+            state, result, v = _pass_token(
+                state,
+                query,
+                key,
+                value,
+                a,
+                b,
+                a_log + head,
+                dt_bias + head,
+                row >= 0,
+                is_key,
+                is_value,
+                scale,
+                has_gates,
+                is_delta,
+            )
+            if not is_delta:
+                result += v * tl.load(skip + head)
+            if has_norm:
+                # Round as if the result had been stored.
+                result = result.to(out.dtype.element_ty).to(tl.float32)
+                result *= tl.rsqrt(tl.sum(result * result, axis=0) / value_size + eps)
+                result *= tl.load(norm_weight + values, mask=is_value, other=0.0).to(tl.float32)
+                gates = tl.load(z, mask=is_value, other=0.0).to(tl.float32)
+                result *= gates / (1.0 + tl.exp(-gates))
+            tl.store(out, result.to(out.dtype.element_ty), mask=is_value)
+            query += query_stride
+            key += key_stride
+            value += value_stride
+            a += a_stride
+            b += b_stride
+            out += num_heads * value_size
     if not keeps_states:
         tl.store(states + places, state.to(states.dtype.element_ty), mask=is_state)
 

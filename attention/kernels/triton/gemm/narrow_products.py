@@ -161,7 +161,10 @@ def _adjacent(
 def _interleaved(
     inputs: tl.tensor, factors: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return inputs `[vectors, 8]` as words of 0 and 2, 4 and 6, 1 and 3, 5 and 7; `[1, vectors]`."""
+    """Return inputs `[vectors, 8]` as words of 0 and 2, 4 and 6, 1 and 3, and 5 and 7.
+
+    Each is `[1, vectors]`.
+    """
     inputs *= factors[:, None]
     even, odd = tl.split(tl.reshape(inputs, [inputs.shape[0], 2, 2, 2]))
     first, third = tl.split(even)
