@@ -72,7 +72,6 @@ class TorchSDPAMetadata(AttentionMetadata):
         return self._builder.alike().build(self._batch.decodes())
 
     def advance_step(self) -> TorchSDPAMetadata:
-        """Return the metadata of the next decode-only step; this metadata becomes invalid."""
         return self._builder.build(self._batch.advanced(self._builder.spec.block_size))
 
     def layer_plan(self, layer_index: int) -> LayerPlan:
@@ -227,13 +226,11 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         return runner
 
     def build(self, batch: AttentionBatch) -> TorchSDPAMetadata:
-        """Return the metadata of one step; the one built before is no longer valid."""
         self._indices.reset()
         self._biases.reset()
         return TorchSDPAMetadata(batch, self)
 
     def providers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers each provider of kernels computes, by part of a step."""
         return {
             "prefill": dict(Counter(map(_provider, self.prefill_kernels))),
             "decode": dict(Counter(map(_provider, self.decode_kernels))),
@@ -304,27 +301,22 @@ class TorchSDPABackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name by which the selector knows this backend."""
         return "torch_sdpa"
 
     @staticmethod
     def get_impl_cls() -> type[TorchSDPABackendImpl]:
-        """Return the class of a layer's computation."""
         return TorchSDPABackendImpl
 
     @staticmethod
     def get_metadata_cls() -> type[TorchSDPAMetadata]:
-        """Return the class of a step's metadata."""
         return TorchSDPAMetadata
 
     @staticmethod
     def get_state_cls() -> type[TorchSDPAState]:
-        """Return the class of a worker's state."""
         return TorchSDPAState
 
     @staticmethod
     def get_builder_cls() -> type[TorchSDPAMetadataBuilder]:
-        """Return the class that builds metadata."""
         return TorchSDPAMetadataBuilder
 
     @classmethod

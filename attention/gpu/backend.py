@@ -74,27 +74,22 @@ class GpuBackend(AttentionBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        """Return the name by which the selector knows this backend."""
         return cls.name
 
     @classmethod
     def get_impl_cls(cls) -> type[GpuImpl]:
-        """Return the class of a layer's computation."""
         return GpuImpl
 
     @classmethod
     def get_metadata_cls(cls) -> type[GpuMetadata]:
-        """Return the class of a step's metadata."""
         return GpuMetadata
 
     @classmethod
     def get_state_cls(cls) -> type[GpuState]:
-        """Return the class of a worker's state."""
         return state_class(cls.builder_cls)
 
     @classmethod
     def get_builder_cls(cls) -> type[GpuMetadataBuilder]:
-        """Return the class that builds metadata."""
         return cls.builder_cls
 
     copy_blocks = staticmethod(copy_blocks)
@@ -159,7 +154,6 @@ class GpuState(AttentionState):
         return metadata
 
     def graph_clone(self, batch_size: int) -> GpuState:
-        """Return the state to keep with the graph of this size; within `graph_capture`."""
         if self._builders is None or batch_size not in self._builders:
             raise RuntimeError(
                 f"Call graph_capture_get_metadata_for_batch({batch_size}) before graph_clone."
@@ -167,7 +161,6 @@ class GpuState(AttentionState):
         return type(self)(self._spec, graph_builder=self._builders[batch_size])
 
     def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
-        """Return the tensors that the captured graph reads, by name."""
         assert isinstance(metadata, GpuMetadata)
         batch = metadata.prepare_step()
         buffers = {}

@@ -81,7 +81,6 @@ class GpuMetadata(AttentionMetadata):
         return self._builder.alike().build(self._batch.decodes())
 
     def advance_step(self) -> GpuMetadata:
-        """Return the metadata of the next decode-only step; this metadata becomes invalid."""
         following = self._builder.build(self._given.advanced(self._builder.spec.block_size))
         following._step_before = self._gpu_batch
         return following
@@ -271,7 +270,6 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def build(self, batch: AttentionBatch) -> GpuMetadata:
-        """Return the metadata of one step; the one built before is no longer valid."""
         return GpuMetadata(batch, self)
 
     def alike(self) -> GpuMetadataBuilder:
@@ -343,7 +341,6 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
                 shorten_items(kernels.items.words, excess)
 
     def providers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers each provider of kernels computes, by part of a step."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for _, kernels in self._layers:
             for part, provider in kernels.providers.items():

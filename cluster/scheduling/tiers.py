@@ -233,7 +233,6 @@ class CpuTier(BlockIndex):
         self.num_kept_blocks += len(kept)
 
     def clear(self) -> None:
-        """Free all blocks of the pool."""
         super().clear()
         self._copies.clear()
         self._in_flight.clear()

@@ -54,7 +54,6 @@ class TritonChoice(Choice):
         self._orders: list[Tensor] = []
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the most likely tokens."""
         if len(indices) == len(scores) and (indices == np.arange(len(indices))).all():
             return choose_greedy(scores, self._in_order(scores))
         return choose_greedy(scores, self._uploader.upload(indices))
@@ -66,24 +65,20 @@ class TritonChoice(Choice):
         return local_maxima(scores, self._in_order(scores), first_id)
 
     def tokens_of(self, local_maxima: Tensor) -> Tensor:
-        """Return the likeliest tokens from local maxima of all parts, int64 `[num_rows, parts]`."""
         return argmax(local_maxima)
 
     def drawn_maxima(
         self, scores: Tensor, indices: IntArray, draws: Draws, first_id: int
     ) -> Tensor:
-        """Return the local maxima of scores over temperatures with noise, `[len(indices)]`."""
         if not scores.shape[1]:
             return super().local_maxima(scores[: len(indices)], first_id)
         order, parameters = upload_draws(self._uploader, indices, draws)
         return local_maxima(scores, order, first_id, parameters)
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn from the whole vocabulary."""
         return choose_unfiltered(scores, *upload_draws(self._uploader, indices, draws))
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn after min_p, top_k and top_p."""
         return choose_filtered(
             scores,
             *upload_draws(self._uploader, indices, draws),
@@ -92,7 +87,6 @@ class TritonChoice(Choice):
         )
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
         return self._sorting.top_tokens(scores, num_tokens)
 
     def _in_order(self, scores: Tensor) -> Tensor:
@@ -130,7 +124,6 @@ class TorchChoice(Choice):
     """Chooses from scores on any device."""
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the most likely tokens."""
         scores = select_rows(scores, indices)
         token_ids = scores.argmax(dim=-1, keepdim=True)
         # argmax finds a NaN before any number.
@@ -138,7 +131,6 @@ class TorchChoice(Choice):
         return token_ids.masked_fill_(~is_sound, -1).squeeze(1)
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn after min_p, top_k and top_p."""
         scores = select_rows(scores, indices).float()
         temperature, top_k, top_p, min_p = _columns(
             scores.device, draws.temperature, draws.top_k, draws.top_p, draws.min_p
@@ -159,7 +151,6 @@ class TorchChoice(Choice):
         return self.tokens_of(local_maxima.unsqueeze(1))
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
         if num_tokens > MOST_SELECTED:
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return order[:, :num_tokens]

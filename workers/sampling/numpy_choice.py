@@ -41,7 +41,6 @@ class NumpyChoice(Choice):
         self._draw = Draw.make()
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
-        """Return the most likely tokens."""
         if self._greedy is not None and scores.dtype == torch.bfloat16 and scores.stride(1) == 1:
             return self._greedy(scores, np.ascontiguousarray(indices))
         return _tokens([_first_highest(row) for row in _rows(scores, indices)])
@@ -54,7 +53,6 @@ class NumpyChoice(Choice):
     def drawn_maxima(
         self, scores: Tensor, indices: IntArray, draws: Draws, first_id: int
     ) -> Tensor:
-        """Return the local maxima of scores over temperatures with noise, `[len(indices)]`."""
         if self._draw is None:
             return super().drawn_maxima(scores, indices, draws, first_id)
         if scores.dtype not in (torch.float32, torch.bfloat16) or scores.stride(1) != 1:
@@ -63,7 +61,6 @@ class NumpyChoice(Choice):
         return self._draw(scores, indices, draws.scale, keys, first_id)
 
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
-        """Return tokens drawn after min_p, top_k and top_p."""
         limits = zip(
             *(draws.temperature.tolist(), draws.top_k.tolist()),
             *(draws.top_p.tolist(), draws.min_p.tolist()),
@@ -85,7 +82,6 @@ class NumpyChoice(Choice):
         return _tokens(token_ids)
 
     def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
-        """Return the most likely tokens of each row, in order, int64 `[num_scores, num_tokens]`."""
         ids = np.empty((len(scores), num_tokens), dtype=np.int64)
         if num_tokens > 0:
             for row_ids, row in zip(ids, _rows(scores, np.arange(len(scores))), strict=True):
