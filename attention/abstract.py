@@ -119,7 +119,6 @@ class AttentionMetadata(ABC):
 
     def rotates_layer(self, layer_index: int) -> bool:
         """Return whether `attend` takes inputs of this layer with `rotary`, in this step."""
-        del layer_index
         return False
 
     @abstractmethod

@@ -178,9 +178,4 @@ class PositionEmbedding(Layer):
         return functional.embedding(positions, self._table)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield WeightShard(
-            name=self._name,
-            shape=tuple(self._table.shape),
-            part=(slice(None), slice(None)),
-            target=self._table,
-        )
+        yield WeightShard.whole(self._name, self._table)

@@ -85,7 +85,6 @@ class ExpertProduct(ABC):
         self, stream: torch.Tensor, x: torch.Tensor, choice: Choice
     ) -> torch.Tensor | None:
         """Add the sums to the stream, in place, if one kernel does both; else return them."""
-        del stream
         return self(x, choice)
 
     @property
@@ -415,35 +414,16 @@ class Router(Layer):
         return experts, weights
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield WeightShard(
-            name=f"{self._name}.weight",
-            shape=(self._num_experts, self._shape[1]),
-            part=(slice(None), slice(None)),
-            target=self._kernel.weight[: self._num_experts],
-        )
+        weight, num_experts = self._kernel.weight, self._num_experts
+        yield WeightShard.whole(f"{self._name}.weight", weight[:num_experts])
         if self._has_gate:
-            yield WeightShard(
-                name=f"{self._gate_name}.weight",
-                shape=(1, self._shape[1]),
-                part=(slice(None), slice(None)),
-                target=self._kernel.weight[self._num_experts : self._num_columns],
-            )
+            gate = weight[num_experts : self._num_columns]
+            yield WeightShard.whole(f"{self._gate_name}.weight", gate)
         if self._kernel.bias is not None:
-            yield WeightShard(
-                name=f"{self._name}.bias",
-                shape=(self._num_experts,),
-                part=(slice(None),),
-                target=self._kernel.bias,
-            )
+            yield WeightShard.whole(f"{self._name}.bias", self._kernel.bias)
         if self._factors is not None:
             assert self._factors_name is not None
-            yield WeightShard(
-                name=self._factors_name,
-                shape=tuple(self._factors.shape),
-                part=(slice(None),),
-                target=self._factors,
-                dummy=1.0,
-            )
+            yield WeightShard.whole(self._factors_name, self._factors, dummy=1.0)
 
     def finalize(self) -> None:
         self._kernel.finalize()
@@ -511,13 +491,7 @@ class SigmoidRouter(Router):
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from super().weight_shards()
         if self._bias is not None:
-            yield WeightShard(
-                name=self._bias_name,
-                shape=tuple(self._bias.shape),
-                part=(slice(None),),
-                target=self._bias,
-                dummy=0.0,
-            )
+            yield WeightShard.whole(self._bias_name, self._bias, dummy=0.0)
 
 
 class Mxfp4Experts(StackedExperts):

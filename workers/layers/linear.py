@@ -106,12 +106,9 @@ class ColumnParallelLinear(Layer):
             )
             yield from self.kernel.weight_shards(source, rows)
             if self.kernel.bias is not None:
-                yield WeightShard(
-                    name=f"{columns.name}.bias",
-                    shape=(columns.total,),
-                    part=(columns.part,),
-                    target=self.kernel.bias[rows],
-                )
+                bias = self.kernel.bias[rows]
+                name = f"{columns.name}.bias"
+                yield WeightShard.of_vector(name, columns.total, columns.part, bias)
             first = rows.stop
 
     def finalize(self) -> None:
@@ -161,12 +158,9 @@ class RowParallelLinear(Layer):
         if self._has_bias:
             # The all-reduce must add the bias once, so that only rank 0 holds it.
             bias = self.kernel.bias
-            yield WeightShard(
-                name=f"{self._name}.bias",
-                shape=self._shape[:1],
-                part=(slice(None) if bias is not None else slice(0),),
-                target=bias if bias is not None else torch.empty(0),
-            )
+            part = slice(None if bias is not None else 0)
+            target = bias if bias is not None else torch.empty(0)
+            yield WeightShard.of_vector(f"{self._name}.bias", self._shape[0], part, target)
 
     def finalize(self) -> None:
         _scale(self.kernel, [self._scale] * self._shape[0], 1.0)

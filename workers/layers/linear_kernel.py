@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from pagedray.rank_roofline import WeightWork
 from workers.layers.activation import gated_columns
-from workers.layers.weight import MatrixPart, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         SplitKPartials,
     )
     from pagedray.model_config import Activation
+    from workers.layers.weight import MatrixPart, WeightShard
 
 __all__ = ["DenseLinear", "LinearKernel"]
 
@@ -60,12 +60,7 @@ class LinearKernel(ABC):
 
     def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
         """Yield the checkpoint tensors that fill these rows of the weight."""
-        yield WeightShard(
-            name=f"{source.name}.weight",
-            shape=source.shape,
-            part=source.part,
-            target=self.weight[rows],
-        )
+        yield source.shard(self.weight[rows])
 
     def reorder(self, order: torch.Tensor) -> None:
         """Reorder the loaded output columns; must be called before `finalize`."""
@@ -111,12 +106,10 @@ class LinearKernel(ABC):
 
     def part(self, columns: slice) -> LinearKernel | None:
         """Return a kernel of some output columns, with the same weight, if its layout permits."""
-        del columns
         return None
 
     def rotates(self, num_rows: int, head_size: int, num_rotated: int) -> bool:
         """Return whether `write_rotated` takes less time than `write` and a rotation."""
-        del num_rows, head_size, num_rotated
         return False
 
     def write_rotated(
@@ -134,7 +127,6 @@ class LinearKernel(ABC):
 
     def accepts_quantized(self, num_rows: int) -> bool:
         """Return whether `forward_quantized` computes what a call would for this number of rows."""
-        del num_rows
         return False
 
     def forward_quantized(self, rows: QuantizedRows) -> torch.Tensor:
@@ -143,7 +135,6 @@ class LinearKernel(ABC):
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
         """Return whether `forward_with_norm` computes a norm and a call, for this many rows."""
-        del num_rows
         return False
 
     def forward_with_norm(
@@ -167,7 +158,6 @@ class LinearKernel(ABC):
 
         `SplitKPartials` if that takes less time, and what follows adds the parts.
         """
-        del stream
         return self(x)
 
     def finalize(self) -> None:  # noqa: B027  # A dense weight stays as it is.

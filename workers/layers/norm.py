@@ -45,9 +45,9 @@ class Norm(Layer):
         """Return the norm of `[num_tokens, hidden_size]`."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield _shard(f"{self._name}.weight", self.weight, dummy=self._dummy_weight)
+        yield WeightShard.whole(f"{self._name}.weight", self.weight, dummy=self._dummy_weight)
         if self.bias is not None:
-            yield _shard(f"{self._name}.bias", self.bias, dummy=0.0)
+            yield WeightShard.whole(f"{self._name}.bias", self.bias, dummy=0.0)
 
     def weight_work(self) -> WeightWork:
         num_bias_bytes = 0 if self.bias is None else self.bias.nbytes
@@ -130,7 +130,7 @@ class QKNorm(Layer):
 
     def weight_shards(self) -> Iterator[WeightShard]:
         for name, target in zip(self._names, self._weights, strict=False):
-            yield _shard(f"{name}.weight", target, dummy=1.0 - self._offset)
+            yield WeightShard.whole(f"{name}.weight", target, dummy=1.0 - self._offset)
 
     def finalize(self) -> None:
         # [number of heads, head_size]
@@ -138,12 +138,6 @@ class QKNorm(Layer):
 
     def weight_work(self) -> WeightWork:
         return WeightWork(num_bytes=self._weight.nbytes)
-
-
-def _shard(name: str, target: torch.Tensor, *, dummy: float) -> WeightShard:
-    return WeightShard(
-        name=name, shape=tuple(target.shape), part=(slice(None),), target=target, dummy=dummy
-    )
 
 
 class WholeQKNorm(Layer):
@@ -199,10 +193,4 @@ class WholeQKNorm(Layer):
         for name, total, part, target in zip(
             self._names, self._totals, self._parts, targets, strict=True
         ):
-            yield WeightShard(
-                name=f"{name}.weight",
-                shape=(total,),
-                part=(part,),
-                target=target.view(-1),
-                dummy=1.0,
-            )
+            yield WeightShard.of_vector(f"{name}.weight", total, part, target.view(-1), dummy=1.0)

@@ -114,7 +114,6 @@ class RecurrentLayer(CompositeLayer):
 
         Tokens have no rotation.
         """
-        del rotation
         gates = None if self.gates is None else self.gates(x)
         return self.output(self.heads(self.input(x), gates, step))
 
@@ -150,7 +149,6 @@ class RecurrentLayer(CompositeLayer):
 
     def _finish(self, mixed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return the result of `heads` from those of the recurrence, which it may overwrite."""
-        del columns
         return mixed
 
     @abstractmethod
@@ -194,7 +192,6 @@ class ShortConvLayer(RecurrentLayer):
         *,
         is_convolved: bool,
     ) -> torch.Tensor:
-        del gates, is_convolved
         before, _, inner = columns.chunk(3, dim=1)
         (conv_states,) = states
         return self._conv(before * inner, conv_states, segments, None)
@@ -347,7 +344,6 @@ class ScanLayer(MatrixLayer):
         *,
         is_convolved: bool,
     ) -> torch.Tensor:
-        del gates
         vectors, first = self._vectors, self._num_values
         _, inner, steps = columns.tensor_split((first, first + sum(self._conv.sizes)), dim=1)
         conv_states, matrices = states
@@ -427,12 +423,8 @@ class _Convolution(Layer):
                 target=self._weight[rows].unsqueeze(1),
             )
             if self._bias is not None:
-                yield WeightShard(
-                    name=f"{self._name}.bias",
-                    shape=(self._total,),
-                    part=(part,),
-                    target=self._bias[rows],
-                )
+                bias = self._bias[rows]
+                yield WeightShard.of_vector(f"{self._name}.bias", self._total, part, bias)
             first = rows.stop
 
     def weight_work(self) -> WeightWork:
@@ -457,14 +449,9 @@ class _HeadVectors(Layer):
         targets = {"A_log": self.a_log, "dt_bias": self.dt_bias}
         if len(self.skip):
             targets["D"] = self.skip
-        for name, target in targets.items():
-            yield WeightShard(
-                name=f"{self._prefix}.{name}",
-                shape=(self._num_heads,),
-                part=(self._part,),
-                target=target,
-                dummy=0.0,
-            )
+        for suffix, target in targets.items():
+            name = f"{self._prefix}.{suffix}"
+            yield WeightShard.of_vector(name, self._num_heads, self._part, target, dummy=0.0)
 
     def weight_work(self) -> WeightWork:
         return WeightWork(num_bytes=self.a_log.nbytes + self.dt_bias.nbytes + self.skip.nbytes)
@@ -480,13 +467,8 @@ class _NormWeight(Layer):
         self.weight = torch.empty(part.stop - part.start, dtype=place.dtype, device=place.device)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield WeightShard(
-            name=f"{self._name}.weight",
-            shape=(self._size,),
-            part=(self._part,),
-            target=self.weight,
-            dummy=1.0,
-        )
+        name = f"{self._name}.weight"
+        yield WeightShard.of_vector(name, self._size, self._part, self.weight, dummy=1.0)
 
     def weight_work(self) -> WeightWork:
         return WeightWork(num_bytes=self.weight.nbytes)

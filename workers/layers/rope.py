@@ -84,7 +84,6 @@ class Rotation(ABC):
         Both rotations may be called with queries or keys alone. None if these are not rotated
         alike.
         """
-        del indices
         return None
 
 
@@ -95,7 +94,6 @@ class NoRotation(Rotation):
         return heads
 
     def select(self, indices: torch.Tensor) -> Rotation:
-        del indices
         return self
 
 

@@ -64,6 +64,19 @@ class WeightShard:
     """`[rows of the part, 1]` float32, for rows that are quantized when they are loaded: `target`
     is then in float8_e4m3fn, and stands for its values times these."""
 
+    @classmethod
+    def whole(cls, name: str, target: torch.Tensor, *, dummy: float | None = None) -> WeightShard:
+        """Return the shard that loads a whole tensor."""
+        part = (slice(None),) * target.ndim
+        return cls(name=name, shape=tuple(target.shape), part=part, target=target, dummy=dummy)
+
+    @classmethod
+    def of_vector(
+        cls, name: str, size: int, part: slice, target: torch.Tensor, *, dummy: float | None = None
+    ) -> WeightShard:
+        """Return the shard that loads a part of a vector of this size."""
+        return cls(name=name, shape=(size,), part=(part,), target=target, dummy=dummy)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixPart:
@@ -75,6 +88,16 @@ class MatrixPart:
     """The whole weight's, `[out_size, in_size]`, however it is stored."""
     part: tuple[slice, slice]
     """This rank's outputs and inputs."""
+
+    def shard(self, target: torch.Tensor, *, scales: torch.Tensor | None = None) -> WeightShard:
+        """Return the shard that loads the part as it is stored."""
+        return WeightShard(
+            name=f"{self.name}.weight",
+            shape=self.shape,
+            part=self.part,
+            target=target,
+            scales=scales,
+        )
 
 
 class Layer(ABC):

@@ -84,7 +84,6 @@ class DecoderLayer(CompositeLayer):
         `embedding` is the layer's own embedding of each token, `[num_tokens, size]`, for models
         with a `layer_embedding`.
         """
-        del embedding
         attended = self._mixed(normed(self.attention_norm, x), rotation, attention)
         x = x + normed(self.attention_post_norm, attended * self.residual_scale)
         output = self.mlp(normed(self.mlp_norm, x))
@@ -146,7 +145,6 @@ class ParallelDecoderLayer(DecoderLayer):
         attention: StepAttention,
         embedding: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        del embedding
         rows = normed(self.attention_norm, x)
         output = self.attention(rows, rotation, attention) + self.mlp(rows)
         return x + output * self.residual_scale

@@ -59,7 +59,6 @@ class DraftModel(RankDrafter):
         positions: torch.Tensor,
         attention: StepAttention,
     ) -> DraftOutputs:
-        del states
         hidden = self._decoder.forward(self._known(token_ids), positions, attention, None)
         return DraftOutputs(hidden, None)
 

@@ -38,12 +38,10 @@ class Reader:
 
     def accepts_quantized(self, num_rows: int) -> bool:
         """Return whether the layer accepts this number of rows as `QuantizedRows`."""
-        del num_rows
         return False
 
     def accepts_deferred_norm(self, num_rows: int) -> bool:
         """Return whether the layer accepts this number of rows as a `DeferredRMSNorm`."""
-        del num_rows
         return False
 
 

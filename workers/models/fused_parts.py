@@ -167,7 +167,6 @@ class FusedRecurrence(FusedMixer):
         return self._gates is None and self._kernel.accepts_deferred_norm(num_rows)
 
     def heads(self, x: Rows, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
-        del rotation
         gates = None
         if isinstance(x, DeferredRMSNorm):
             conv = self._layer.row_conv(attention)
@@ -257,7 +256,6 @@ class FusedNoMLP(Reader):
 
     def forward_residual(self, stream: torch.Tensor, x: Rows) -> None:
         """Add nothing."""
-        del stream, x
 
 
 def fused_mixer(

@@ -82,9 +82,7 @@ class _Scale(Layer):
         self.value = torch.empty(1, dtype=place.dtype, device=place.device)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield WeightShard(
-            name=self._name, shape=(1,), part=(slice(None),), target=self.value, dummy=1.0
-        )
+        yield WeightShard.whole(self._name, self.value, dummy=1.0)
 
 
 class SideExperts(CompositeLayer):

@@ -218,7 +218,7 @@ class DecoderSelfAttention(CompositeLayer):
         for name in self._scale_names:
             # They are read before, since attention is planned with them.
             scale = torch.empty(1)
-            yield WeightShard(name=name, shape=(1,), part=(slice(None),), target=scale, dummy=1.0)
+            yield WeightShard.whole(name, scale, dummy=1.0)
 
     def weight_work(self) -> WeightWork:
         work = super().weight_work()

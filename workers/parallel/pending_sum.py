@@ -32,7 +32,6 @@ class PendingSum(ABC):
         All are `[num_rows, width]`; the norm is that of `FusedNorm`. Returns None, and does
         nothing, if no kernel does both: then `finish` must be called.
         """
-        del stream, weight, bias, eps, is_centered
         return None
 
 

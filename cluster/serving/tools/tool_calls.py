@@ -77,7 +77,6 @@ class PythonReader(TurnReader):
 
     def _step_content(self, *, is_end: bool) -> bool:
         """Read content; no calls follow it."""
-        del is_end
         self._write(self._take(len(self._buffer)))
         return False
 

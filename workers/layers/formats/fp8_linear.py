@@ -127,7 +127,6 @@ class BlockFp8Linear(Fp8Linear):
             )
 
     def accepts_quantized(self, num_rows: int) -> bool:
-        del num_rows
         return False
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -47,19 +47,14 @@ class Fp8Weight(StoredWeight):
 
     def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
         is_made = self._format.is_made_at_load
-        yield WeightShard(
-            name=f"{source.name}.weight",
-            shape=source.shape,
-            part=source.part,
-            target=self.values[rows],
-            scales=self.scales[rows] if is_made else None,
-        )
+        yield source.shard(self.values[rows], scales=self.scales[rows] if is_made else None)
         if is_made:
             return
         name = f"{source.name}.{self._format.scale_name}"
         first, end, _ = rows.indices(len(self.values))
         if self._format.scales == "tensor":
-            yield _scalar(name, self._loaded.setdefault(("weight", first, end), self._new(1)))
+            scale = self._loaded.setdefault(("weight", first, end), self._new(1))
+            yield WeightShard.whole(name, scale, dummy=1.0)
         elif self._format.scales == "channel":
             yield WeightShard(
                 name=name,
@@ -72,7 +67,7 @@ class Fp8Weight(StoredWeight):
             yield self._block_scales(name, source, first, end)
         if self._format.has_input_scale:
             scale = self._loaded.setdefault(("input", first, end), self._new(1))
-            yield _scalar(f"{source.name}.input_scale", scale)
+            yield WeightShard.whole(f"{source.name}.input_scale", scale, dummy=1.0)
 
     def reorder(self, order: torch.Tensor) -> None:
         self._spread_scales()
@@ -130,10 +125,6 @@ class Fp8Weight(StoredWeight):
 
     def _new(self, *shape: int) -> torch.Tensor:
         return self.scales.new_empty(shape)
-
-
-def _scalar(name: str, target: torch.Tensor) -> WeightShard:
-    return WeightShard(name=name, shape=(1,), part=(slice(None),), target=target, dummy=1.0)
 
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,21 +50,14 @@ class Int8Weight(StoredWeight):
             )
             # The shape is known from config.json.
             shape = torch.empty(2, dtype=torch.int64, device=self.numbers.device)
-            yield WeightShard(
-                name=f"{source.name}.weight_shape", shape=(2,), part=(slice(None),), target=shape
-            )
+            yield WeightShard.whole(f"{source.name}.weight_shape", shape)
         else:
-            yield WeightShard(
-                name=f"{source.name}.weight",
-                shape=source.shape,
-                part=source.part,
-                target=self.numbers[rows],
-            )
+            yield source.shard(self.numbers[rows])
         name = f"{source.name}.weight_scale"
         if self._format.scales == "tensor":
             first, end, _ = rows.indices(len(self.numbers))
             scale = self._loaded.setdefault((first, end), self.scales.new_empty(1))
-            yield WeightShard(name=name, shape=(1,), part=(slice(None),), target=scale, dummy=0.01)
+            yield WeightShard.whole(name, scale, dummy=0.01)
             return
         size = self._format.group_size
         yield WeightShard(
