@@ -430,13 +430,11 @@ _SCHEMA = (
     "Tensor(b!) out, int metadata, int layer_index) -> ()"
 )
 
-
 _library = torch.library.Library("pagedray", "DEF")
 
 
 # Global because an op can pass a number, but no object.
 _alive: WeakValueDictionary[int, OpTarget] = WeakValueDictionary()
-
 
 _handles = count()
 

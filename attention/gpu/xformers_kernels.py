@@ -410,26 +410,13 @@ _forget_frames(_cpp_lib._cpp_library_load_exception)
 
 
 RAGGED_OP: Any = flash.FwOp  # Any: xFormers declares no types
-
-
 """Torch's FlashAttention 2, over contiguous keys and values and not blocks."""
-
-
 _LARGEST_TILE = 64
 
-
 _PROGRAMS = 8448
-
-
 """Programs that fill a large GPU several times over: 64 for each of 132 multiprocessors."""
-
-
 _FEWEST_KEYS = 128
-
-
 """The fewest keys of a split; with fewer, merging it costs more than it saves."""
-
-
 _MOST_SPLITS = 64
 
 

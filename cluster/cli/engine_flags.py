@@ -298,7 +298,6 @@ _GROUPS = {
     ),
 }
 
-
 _CHOSEN_EXECUTOR = "(default: local for a single rank, otherwise ray)"
 
 

@@ -20,7 +20,6 @@ _TEXT_FIELDS = frozenset(
     ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind")
 )
 
-
 _EMPTY_FIELDS = (
     "allowed_token_ids",
     "bad_words",

@@ -61,10 +61,8 @@ class CallOrigin:
 MAX_TIMEOUT_S = 86_400
 """The longest time that a client may give a call."""
 
-
 MAX_CLIENT_ID_LENGTH = 128
 """Characters of a client's own id of a call."""
-
 
 MAX_SALT_LENGTH = 1024
 """Characters of the salt of a prefix."""

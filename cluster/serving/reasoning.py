@@ -60,9 +60,7 @@ class _Marks:
 
 _HEADER_END = "<|message|>"
 
-
 _THINK = _Marks("<think>", "</think>")
-
 
 _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "deepseek_r1": _Marks("<think>", "</think>", is_always_open=True),
@@ -84,9 +82,7 @@ _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "seed_oss": _Marks("<seed:think>", "</seed:think>"),
 }
 
-
 REASONING_FORMATS = tuple(sorted(_FORMATS))
-
 
 _DETECTED: tuple[ReasoningFormat, ...] = (
     "openai_gptoss",

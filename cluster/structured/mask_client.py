@@ -212,15 +212,9 @@ class MatcherHandle:
 
 
 _COSTLY_SHARE = 0.5
-
-
 """A mask with more CPU time than this share of the time that a caller waits is not worth waiting
 for."""
-
-
 _TOO_COSTLY = "its masks take too much time or memory"
-
-
 """The reason for the end of sequences with a structure that has ended a process, or would."""
 
 

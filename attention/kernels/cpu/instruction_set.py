@@ -27,15 +27,11 @@ class InstructionSet:
 # `pni` is SSE3, and `abm` has LZCNT.
 _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 
-
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
-
 
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
-
 _AMX = frozenset({"amx_bf16", "amx_tile"})
-
 
 INSTRUCTION_SETS = (
     InstructionSet(
@@ -47,8 +43,6 @@ INSTRUCTION_SETS = (
     InstructionSet("x86-64-v4", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
-
-
 """The largest first. The kernels distinguish no others on x86-64."""
 
 

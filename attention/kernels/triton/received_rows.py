@@ -90,7 +90,6 @@ def _add_received(
 
 _AWAIT_ROWS = KernelLauncher(_await_rows)
 
-
 _ADD_RECEIVED = KernelLauncher(_add_received)
 
 

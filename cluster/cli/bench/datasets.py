@@ -275,6 +275,4 @@ WORKLOADS = {
         512, RandomLengths(input_len=64, output_len=64, prefix_len=2048), num_prefixes=16
     ),
 }
-
-
 """Workloads by their names for `--workload`; docs/load-tests.md describes them."""

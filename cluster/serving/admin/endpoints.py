@@ -229,10 +229,7 @@ _FILES = {
     **_files_below(_FOLDER / "page", "/page/"),
 }
 
-
 PAGE_PATHS = frozenset(_FILES)
-
-
 """The paths that require no key."""
 
 

@@ -105,7 +105,6 @@ class ServeArguments:
 
 _ENGINE_NAMES = frozenset(field.name for field in fields(EngineOptions))
 
-
 _SERVE_NAMES = frozenset(field.name for field in fields(ServeOptions))
 
 

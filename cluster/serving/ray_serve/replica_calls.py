@@ -42,7 +42,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-
 Found = TypeVar("Found")
 
 

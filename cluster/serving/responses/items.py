@@ -129,7 +129,6 @@ class ReasoningItem(OpenPart):
 
 _Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
-
 ITEMS: Mapping[str, type[_Item]] = {
     "function_call": FunctionCallItem,
     "function_call_output": FunctionOutputItem,

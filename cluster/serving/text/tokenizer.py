@@ -454,7 +454,6 @@ _FORMATS = (
     _Marks("[SUFFIX]", "[PREFIX]", is_suffix_first=True, is_of_parts=True),
 )
 
-
 _ENDS = (
     "<|fim_pad|>",
     "<|repo_name|>",
@@ -466,7 +465,6 @@ _ENDS = (
     "[MIDDLE]",
 )
 """Tokens that end the middle, or begin something else after it."""
-
 
 _LEAD = "\u263a"
 """A character before the suffix, which gets the leading space; its tokens are removed."""

@@ -107,12 +107,9 @@ def is_cut_header(text: str) -> bool:
 
 _Where: TypeAlias = Literal["start", "between", "header", "reasoning", "call", "behind", "content"]
 
-
 _REASONING_ENDS = END_MARKS[:1]
 
-
 _REASONING_END = re.compile(re.escape(END_MARKS[0]))
-
 
 _ANY_END = re.compile("|".join(map(re.escape, END_MARKS)))
 

@@ -49,7 +49,6 @@ _HIGH, _LOW = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-
 _OPEN_LOW = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 _REPLACEMENT = "\\ufffd"
 
-
 _Where: TypeAlias = Literal["key", "colon", "value", "item", "comma"]
 """The next part of the innermost container."""
 

@@ -66,7 +66,6 @@ _JSON_BEGIN = ("{{", '"name":', '"{name}",', '"arguments":', "")
 _NUM_LETTERS = 3
 """Letters of a name that make a list one of calls; each of them is a state of the grammar."""
 
-
 _LFM2 = _Form(
     mark=LFM2_BEGIN,
     opening=("[", ""),

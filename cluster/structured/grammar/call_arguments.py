@@ -204,21 +204,15 @@ def _one_of(characters: str) -> Characters:
 
 _ESCAPED_ANGLE = "\\u003c"
 
-
 _AFTER_ELEMENT_STRING = Lookahead(Concat((SPACE, _one_of(",:<]}"))))
-
 
 _ELEMENT_ESCAPE = Concat((Text("\\"), _one_of('"\\/bfnrt')))
 
-
 _CONTROLS = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
-
 
 _ANGLES = Repeat(_one_of("<"), 1, None)
 
-
 _AFTER_ANGLE = complement((*_CONTROLS, (ord("/"), ord("/")), (ord("<"), ord("<"))))
-
 
 _ELEMENT_STRING = Concat(
     (
@@ -239,15 +233,10 @@ _ELEMENT_STRING = Concat(
         _AFTER_ELEMENT_STRING,
     )
 )
-
-
 """A string of JSON without `</`."""
-
-
 PARAMETERS = ElementNotation(
     key_begin="<parameter=", key_end=Text(">\n"), value_end="</parameter>", line="\n"
 )
-
 
 ARG_KEYS = ElementNotation(
     key_begin="<arg_key>",
@@ -319,7 +308,6 @@ def _python_escape(quote: str) -> Concat:
 
 _PYTHON_CONTENT = _python_content('"')
 
-
 _PYTHON_NAME = Concat(
     (
         Characters(((0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))),
@@ -367,8 +355,6 @@ PYTHON_RULES: dict[str, Expression] = {
     "doublequoted": Concat((Text('"'), _PYTHON_CONTENT, Text('"'), _AFTER_PYTHON_STRING)),
     "singlequoted": Concat((Text("'"), _python_content("'"), Text("'"), _AFTER_PYTHON_STRING)),
 }
-
-
 """Rules that the arguments of all calls share."""
 
 Notation = Literal["json", "python", "parameters", "arg_keys"]

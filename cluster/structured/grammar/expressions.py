@@ -443,15 +443,11 @@ def _at_most(bound: str) -> list[Expression]:
 
 _SIGN = optional(Text("-"))
 
-
 _NOT_ZERO = Characters(((0x31, 0x39),))
-
 
 MORE_DIGITS = Rule("digits")
 
-
 FRACTION = Rule("fraction")
-
 
 _INTEGER = Alternation(
     (
@@ -461,11 +457,7 @@ _INTEGER = Alternation(
         Text(str(-(2**63))),
     )
 )
-
-
 """Integers of 64 bits."""
-
-
 _E = _one_of("eE")
 
 
@@ -500,12 +492,9 @@ _NUMBER = Concat(
     )
 )
 
-
 _MEMBER = Concat((STRING, Text(":"), SPACE, VALUE))
 
-
 _INDENT = Concat((Text("\n"), Repeat(_one_of("\t "), 0, _MAX_INDENT)))
-
 
 JSON_RULES: dict[str, Expression] = {
     "space": optional(Alternation((Text(" "), _INDENT))),

@@ -317,20 +317,17 @@ def _read_unified(file: ConfigFile) -> ModelConfig:
 
 GEMMA4 = Family(architecture="Gemma4ForCausalLM", model_types=("gemma4_text",), read=_read_gemma4)
 
-
 GEMMA4_UNIFIED_TEXT = Family(
     architecture="Gemma4UnifiedForCausalLM",
     model_types=("gemma4_unified_text",),
     read=_read_unified_text,
 )
 
-
 GEMMA4_MULTIMODAL = Family(
     architecture="Gemma4ForConditionalGeneration",
     model_types=("gemma4",),
     read=_read_gemma4_multimodal,
 )
-
 
 GEMMA4_UNIFIED = Family(
     architecture="Gemma4UnifiedForConditionalGeneration",

@@ -45,7 +45,6 @@ _STACKED_NAMES_GRANITE_MOE = replace(
     expert_output="block_sparse_moe.experts.down_proj",
 )
 
-
 _STACKED_HYBRID = replace(_STACKED_NAMES_GRANITE_MOE, recurrent="mamba")
 _NAMES_DENSE_HYBRID = TensorNames(
     recurrent="mamba", mlp_input=("shared_mlp.input_linear",), mlp_output="shared_mlp.output_linear"
@@ -153,13 +152,11 @@ GRANITE_MOE = Family(
     architecture="GraniteMoeForCausalLM", model_types=("granitemoe",), read=_read_plain_granite_moe
 )
 
-
 GRANITE_MOE_SHARED = Family(
     architecture="GraniteMoeSharedForCausalLM",
     model_types=("granitemoeshared",),
     read=_read_shared_granite_moe,
 )
-
 
 GRANITE_MOE_SWA = Family(
     architecture="GraniteMoeSWAForCausalLM",

@@ -285,7 +285,6 @@ def _read_glm4(file: ConfigFile) -> ModelConfig:
 
 GLM = Family(architecture="GlmForCausalLM", model_types=("glm",), read=_read_glm_glm4)
 
-
 GLM4 = Family(architecture="Glm4ForCausalLM", model_types=("glm4",), read=_read_glm4)
 
 

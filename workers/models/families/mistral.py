@@ -122,7 +122,6 @@ def _read_mixtral(file: ConfigFile) -> ModelConfig:
 
 MIXTRAL = Family(architecture="MixtralForCausalLM", model_types=("mixtral",), read=_read_mixtral)
 
-
 _READERS_MISTRAL3 = {"mistral": read_mistral, "ministral3": read_ministral3}
 
 

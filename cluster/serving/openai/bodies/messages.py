@@ -74,7 +74,6 @@ class ThinkingPart(OpenPart):
 
 _Part = TextPart | RefusalPart | ThinkingPart
 
-
 CONTENT_PARTS: Mapping[str, type[_Part]] = {
     "text": TextPart,
     "input_text": TextPart,
@@ -171,17 +170,13 @@ def _not_parts(where: str) -> InvalidRequestError:
 
 _ONLY_TEXT = "the model only reads text"
 
-
 _CONTINUED = "use continue_final_message = true and add_generation_prompt = false"
 
-
 _PLAIN_FIELDS = frozenset(("role", "content"))
-
 
 _PART_SCHEMAS: list[JsonValue] = [
     named_schema(name) for name in dict.fromkeys(part.__name__ for part in CONTENT_PARTS.values())
 ]
-
 
 _ROLES = {"developer": "system", "function": "tool"}
 """Roles that chat templates know by another name."""
