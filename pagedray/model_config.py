@@ -399,7 +399,7 @@ class ModelConfig:
     gguf: str | None = None
     """The path of the GGUF file of which each node makes the folder, or the file's name on the
     Hub."""
-    architecture: str
+    architecture: str = ""
     """The entry of `architectures` in `config.json`, such as `LlamaForCausalLM`."""
     vocab_size: int
     hidden_size: int

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attention.kernels.arguments import DeltaGates, GatedNorm, ScanGates, Segments
 
-__all__ = ["causal_conv", "delta_rule", "gated_delta_rule", "gated_norm", "selective_scan"]
+__all__ = ["causal_conv", "gated_delta_rule", "gated_norm", "selective_scan"]
 
 _EPS = 1e-6
 """Added to the sum of squares of queries and keys."""
@@ -72,31 +72,6 @@ def causal_conv(
     return out.to(x.dtype)
 
 
-def delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    segments: Segments,
-) -> torch.Tensor:
-    """Return the gated delta rule of each segment, `[num_tokens, num_value_heads, value_size]`.
-
-    With normalized keys k and queries q, a token decays the state S by `exp(log_decay)`, adds
-    `beta * (v - S k) k^T` to it, and returns `S q / sqrt(key_size)`. `query` and `key` are
-    `[num_tokens, num_key_heads, key_size]`, `value` is `[num_tokens, num_value_heads, value_size]`;
-    adjacent value heads share a key head. `log_decay` and `beta` are `[num_tokens,
-    num_value_heads]` float32, and `states` `[num_rows, num_value_heads, value_size, key_size]`.
-    """
-    if value.is_cuda:
-        from attention.kernels.triton import delta_rule as triton_kernels
-
-        gates = log_decay, beta
-        return triton_kernels.delta_rule(query, key, value, gates, None, states, segments)
-    return _delta_rule(query, key, value, log_decay, beta, None, states, segments)
-
-
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -106,7 +81,14 @@ def gated_delta_rule(
     states: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Compute the gates of a delta rule, and return the gated norm of its result."""
+    """Return the gated norm of the delta rule of each segment, of the shape of `value`.
+
+    With normalized keys k and queries q, a token decays the state S by the exponential of the
+    logarithm of its decay, adds `beta * (v - S k) k^T` to it, and returns `S q / sqrt(key_size)`.
+    `query` and `key` are `[num_tokens, num_key_heads, key_size]`, `value` is `[num_tokens,
+    num_value_heads, value_size]`; adjacent value heads share a key head. `states` are `[num_rows,
+    num_value_heads, value_size, key_size]`.
+    """
     if value.is_cuda:
         from attention.kernels.triton import delta_rule as triton_kernels
 
@@ -166,7 +148,10 @@ def _delta_rule(
     states: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Return the results on a CPU, by a kernel or else by torch."""
+    """Return the results on a CPU, by a kernel or else by torch; None is no norm.
+
+    `log_decay` and `beta` are `[num_tokens, num_value_heads]` float32.
+    """
     parts = query, key, value, log_decay, beta
     if segments.save_ends is not None:
         saving = [

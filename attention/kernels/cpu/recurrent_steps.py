@@ -88,8 +88,9 @@ def delta_rule(
 ) -> bool:
     """Write the results of all segments; return whether the kernel supports it.
 
-    Arguments are as in `recurrent.delta_rule`; `out` is `[num_tokens, num_heads, value_size]`, of
-    the dtype of the values, and becomes the gated norm if there is a norm.
+    `log_decay` and `beta` are `[num_tokens, num_value_heads]` float32, and the other inputs are
+    those of `recurrent.gated_delta_rule`; `out` is `[num_tokens, num_heads, value_size]`, of the
+    dtype of the values, and becomes the gated norm if there is a norm.
     """
     return _rule(query, key, value, log_decay, beta, None, norm, states, segments, out)
 
@@ -105,7 +106,7 @@ def selective_scan(
     segments: Segments,
     out: torch.Tensor,
 ) -> bool:
-    """Write the results of a selective scan, as `delta_rule` does.
+    """Write the results of a selective scan; return whether the kernel supports it.
 
     `log_decay` and `sizes` are `[num_tokens, num_heads]` float32; others as in
     `recurrent.selective_scan`.

@@ -418,7 +418,7 @@ def delta_chunks(
     """Write the results of all chunks to `out`, and update the states.
 
     Tokens that are alone in the last chunk of a segment are left out; tokens behind the last
-    segment have results of 0. Arguments are as in `recurrent.delta_rule`.
+    segment have results of 0. Arguments are those of the delta rule.
     """
     num_tokens, num_heads, value_size = value.shape
     num_key_heads, key_size = key.shape[1:]

@@ -269,8 +269,8 @@ def delta_rule(
 ) -> torch.Tensor:
     """Return the delta rule of each segment, `[num_tokens, num_heads, value_size]`.
 
-    Without a norm, the gates are the logarithms of the decay and the betas, and the result is that
-    of `recurrent.delta_rule`; with a norm, that of `recurrent.gated_delta_rule`.
+    Without a norm, the gates are the logarithms of the decay and the betas; with a norm, arguments
+    and results are those of `recurrent.gated_delta_rule`.
     """
     value_size, key_size = value.shape[2], key.shape[2]
     for part, size in ((query, key_size), (key, key_size), (value, value_size)):

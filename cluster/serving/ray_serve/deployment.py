@@ -123,50 +123,32 @@ class PagedRay(ServedReplica):
             async for message in messages:
                 yield message
 
-    async def Embed(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def Embed(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("Embed", request, grpc_context)
 
-    async def Score(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def Score(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("Score", request, grpc_context)
 
-    async def Tokenize(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def Tokenize(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("Tokenize", request, grpc_context)
 
-    async def Detokenize(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def Detokenize(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("Detokenize", request, grpc_context)
 
-    async def Abort(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def Abort(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         # The request may run in any replica.
         return await self._grpc.abort(request, grpc_context, self._broadcast_abort)
 
-    async def ListModels(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def ListModels(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("ListModels", request, grpc_context)
 
-    async def GetServerInfo(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def GetServerInfo(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("GetServerInfo", request, grpc_context)
 
-    async def GetLoads(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def GetLoads(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         return await self._grpc.unary("GetLoads", request, grpc_context)
 
-    async def Check(  # noqa: N802
-        self, request: Incoming, grpc_context: RayServegRPCContext
-    ) -> Message:
+    async def Check(self, request: Incoming, grpc_context: RayServegRPCContext) -> Message:  # noqa: N802
         """Answer grpc.health.v1 for this replica."""
         return self._grpc.health(request, grpc_context)
 

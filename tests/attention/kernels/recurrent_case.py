@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.nn import functional
 
+from attention.kernels import recurrent
 from attention.kernels.arguments import GatedNorm, ScanGates, Segments
 from tests.attention.kernels.kernel_device import DEVICE
 
@@ -19,6 +20,24 @@ STEPS = [
 """Lengths and rows: decodes, prefills, both together, and lengths near a chunk's."""
 GARBAGE = 1e4
 """In the buffer of states around the states of a layer, which no kernel may touch."""
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Return the gated delta rule of each segment without a norm, on any device."""
+    if value.is_cuda:
+        from attention.kernels.triton import delta_rule as triton_kernels
+
+        gates = log_decay, beta
+        return triton_kernels.delta_rule(query, key, value, gates, None, states, segments)
+    return recurrent._delta_rule(query, key, value, log_decay, beta, None, states, segments)
 
 
 def segments_of(query_lens: list[int], rows: list[int]) -> Segments:

@@ -14,13 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from attention.kernels.arguments import DeltaGates, GatedNorm
 from attention.kernels.cpu import recurrent_steps
 from attention.kernels.cpu.native import find_compiler
-from attention.kernels.recurrent import (
-    causal_conv,
-    delta_rule,
-    gated_delta_rule,
-    gated_norm,
-    selective_scan,
-)
+from attention.kernels.recurrent import causal_conv, gated_delta_rule, gated_norm, selective_scan
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.recurrent_case import (
     CHAINED,
@@ -31,6 +25,7 @@ from tests.attention.kernels.recurrent_case import (
     ScanCase,
     chains_equal_decodes,
     check_grouped_norm,
+    delta_rule,
     saves_equal_cuts,
     segments_of,
 )

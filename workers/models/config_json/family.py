@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from pagedray.model_config import (
@@ -88,16 +88,19 @@ class Family:
     """Its name in `architectures` of config.json."""
     model_types: tuple[str, ...]
     """Its names in `model_type` of config.json."""
-    read: Callable[[ConfigFile], ModelConfig]
+    reader: Callable[[ConfigFile], ModelConfig]
     aliases: tuple[str, ...] = ()
     """Other names of the same architecture."""
     reads_quantization: bool = False
     """Whether it reads `quantization_config` itself."""
 
+    def read(self, file: ConfigFile) -> ModelConfig:
+        """Return the configuration of a checkpoint. Raises CheckpointError."""
+        return replace(self.reader(file), architecture=self.architecture)
+
 
 def base_config(
     file: ConfigFile,
-    architecture: str,
     *,
     activation: Activation = "silu",
     activation_key: str | None = None,
@@ -134,7 +137,6 @@ def base_config(
     return ModelConfig(
         name=file.path.resolve().parent.name,
         folder=file.path.parent,
-        architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=file.integer(

@@ -56,7 +56,6 @@ def _read_bloom(file: ConfigFile) -> ModelConfig:
     heads_key = file.first_of("num_attention_heads", "n_head")
     config = alibi_config(
         file,
-        BLOOM.architecture,
         names=_NAMES_BLOOM,
         hidden_size=file.integer(file.first_of("n_embed", "hidden_size"), most=MAX_SIZE),
         num_layers=file.integer(file.first_of("num_hidden_layers", "n_layer"), most=MAX_LAYERS),
@@ -71,7 +70,7 @@ def _read_bloom(file: ConfigFile) -> ModelConfig:
     )
 
 
-BLOOM = Family(architecture="BloomForCausalLM", model_types=("bloom",), read=_read_bloom)
+BLOOM = Family(architecture="BloomForCausalLM", model_types=("bloom",), reader=_read_bloom)
 
 
 def _read_mpt(file: ConfigFile) -> ModelConfig:
@@ -81,7 +80,6 @@ def _read_mpt(file: ConfigFile) -> ModelConfig:
     heads_key = file.first_of("num_attention_heads", "n_heads")
     config = alibi_config(
         file,
-        MPT.architecture,
         names=_NAMES_MPT,
         hidden_size=file.integer(file.first_of("hidden_size", "d_model"), most=MAX_SIZE),
         num_layers=file.integer(file.first_of("num_hidden_layers", "n_layers"), most=MAX_LAYERS),
@@ -124,7 +122,10 @@ def _qkv_limit_mpt(attention: ConfigFile) -> float | None:
 
 
 MPT = Family(
-    architecture="MptForCausalLM", model_types=("mpt",), read=_read_mpt, aliases=("MPTForCausalLM",)
+    architecture="MptForCausalLM",
+    model_types=("mpt",),
+    reader=_read_mpt,
+    aliases=("MPTForCausalLM",),
 )
 
 
@@ -142,7 +143,6 @@ def alibi_slopes(num_heads: int, bias_max: float = DEFAULT_BIAS_MAX) -> tuple[fl
 
 def alibi_config(
     file: ConfigFile,
-    architecture: str,
     *,
     names: TensorNames,
     hidden_size: int,
@@ -163,7 +163,6 @@ def alibi_config(
     return ModelConfig(
         name=file.path.resolve().parent.name,
         folder=file.path.parent,
-        architecture=architecture,
         names=names,
         vocab_size=vocab_size,
         hidden_size=hidden_size,

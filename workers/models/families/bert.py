@@ -21,7 +21,7 @@ __all__ = ["BERT", "ROBERTA"]
 
 def _read_bert(file: ConfigFile) -> ModelConfig:
     """Read an encoder, or a cross-encoder with a head that scores a pair of texts."""
-    config = _read(file, BERT.architecture)
+    config = _read(file)
     if not has_score_head(file):
         return config
     config = replace(config, names=TensorNames(encoder="bert"), score_head="bert")
@@ -30,7 +30,7 @@ def _read_bert(file: ConfigFile) -> ModelConfig:
 
 def _read_roberta(file: ConfigFile) -> ModelConfig:
     """Read an encoder, or a cross-encoder with a head that scores a pair of texts."""
-    config = _read(file, ROBERTA.architecture)
+    config = _read(file)
     # It is a token and a position, and one position must be left after it.
     highest = min(config.vocab_size - 1, config.max_positions - 2)
     padding_id = file.integer("pad_token_id", 1, least=0, most=highest)
@@ -43,7 +43,7 @@ def _read_roberta(file: ConfigFile) -> ModelConfig:
     return with_score(config, file) if has_score_head(file) else config
 
 
-def _read(file: ConfigFile, architecture: str) -> ModelConfig:
+def _read(file: ConfigFile) -> ModelConfig:
     file.choice("hidden_act", ("gelu",), "gelu")
     file.choice("position_embedding_type", ("absolute",), "absolute")
     for key in ("is_decoder", "add_cross_attention"):
@@ -62,7 +62,6 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
     return ModelConfig(
         name=file.path.resolve().parent.name,
         folder=file.path.parent,
-        architecture=architecture,
         vocab_size=file.integer("vocab_size", most=MAX_VOCAB),
         hidden_size=hidden_size,
         intermediate_size=file.integer("intermediate_size", most=MAX_SIZE),
@@ -83,12 +82,12 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
 BERT = Family(
     architecture="BertModel",
     model_types=("bert",),
-    read=_read_bert,
+    reader=_read_bert,
     aliases=(f"Bert{SCORE_SUFFIX}",),
 )
 ROBERTA = Family(
     architecture="RobertaModel",
     model_types=("roberta", "xlm-roberta"),
-    read=_read_roberta,
+    reader=_read_roberta,
     aliases=("XLMRobertaModel", f"Roberta{SCORE_SUFFIX}", f"XLMRoberta{SCORE_SUFFIX}"),
 )

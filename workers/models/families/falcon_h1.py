@@ -35,9 +35,7 @@ _NUM_COLUMNS = 5
 
 
 def _read_falcon_h1(file: ConfigFile) -> ModelConfig:
-    config = base_config(
-        file, FALCON_H1.architecture, default_num_kv_heads=8, default_norm_eps=1e-5
-    )
+    config = base_config(file, default_num_kv_heads=8, default_norm_eps=1e-5)
     file.note_read(*_UNUSED, "time_step_min")
     file.reject_unless("attn_layer_indices", None)
     file.reject_unless("mamba_use_mlp", True)
@@ -108,5 +106,5 @@ def _multiplier(file: ConfigFile, key: str) -> float:
 
 
 FALCON_H1 = Family(
-    architecture="FalconH1ForCausalLM", model_types=("falcon_h1",), read=_read_falcon_h1
+    architecture="FalconH1ForCausalLM", model_types=("falcon_h1",), reader=_read_falcon_h1
 )

@@ -44,7 +44,6 @@ def _read_gemma(file: ConfigFile) -> ModelConfig:
     file.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config = base_config(
         file,
-        GEMMA.architecture,
         activation="gelu_tanh",
         activation_key="hidden_activation" if legacy else "hidden_act",
         default_num_kv_heads=16,
@@ -62,16 +61,13 @@ def _read_gemma(file: ConfigFile) -> ModelConfig:
     )
 
 
-GEMMA = Family(architecture="GemmaForCausalLM", model_types=("gemma",), read=_read_gemma)
+GEMMA = Family(architecture="GemmaForCausalLM", model_types=("gemma",), reader=_read_gemma)
 
 
-def gemma_config(
-    file: ConfigFile, architecture: str, *, default_logit_cap: float | None
-) -> ModelConfig:
+def gemma_config(file: ConfigFile, *, default_logit_cap: float | None) -> ModelConfig:
     """Return the common configuration of Gemma-2 and Gemma-3, without rope and windows."""
     config = base_config(
         file,
-        architecture,
         activation="gelu_tanh",
         default_num_kv_heads=4,
         default_head_size=256,
@@ -96,7 +92,7 @@ def gemma_config(
 
 def _read_gemma2(file: ConfigFile) -> ModelConfig:
     """Gemma-2: norms around attention and MLP, soft caps, sliding windows on every other layer."""
-    config = gemma_config(file, GEMMA2.architecture, default_logit_cap=30.0)
+    config = gemma_config(file, default_logit_cap=30.0)
     file.reject_unless("use_bidirectional_attention", False)
     every_other = [layer % 2 == 0 for layer in range(config.num_layers)]
     return replace(
@@ -110,12 +106,12 @@ def _read_gemma2(file: ConfigFile) -> ModelConfig:
     )
 
 
-GEMMA2 = Family(architecture="Gemma2ForCausalLM", model_types=("gemma2",), read=_read_gemma2)
+GEMMA2 = Family(architecture="Gemma2ForCausalLM", model_types=("gemma2",), reader=_read_gemma2)
 
 
 def read_gemma3(file: ConfigFile) -> ModelConfig:
     """Return the configuration of a Gemma-3, or of its text part."""
-    config = gemma_config(file, GEMMA3.architecture, default_logit_cap=None)
+    config = gemma_config(file, default_logit_cap=None)
     # Transformers reads this soft cap, but does not apply it.
     file.reject_unless("attn_logit_softcapping", None)
     rope, window_rope = ropes_by_layer_type(
@@ -149,7 +145,7 @@ def _is_bidirectional_gemma3(file: ConfigFile) -> bool:
     return file.flag("use_bidirectional_attention", False)
 
 
-GEMMA3 = Family(architecture="Gemma3ForCausalLM", model_types=("gemma3_text",), read=read_gemma3)
+GEMMA3 = Family(architecture="Gemma3ForCausalLM", model_types=("gemma3_text",), reader=read_gemma3)
 
 
 def _read_gemma3_multimodal(file: ConfigFile) -> ModelConfig:
@@ -161,7 +157,6 @@ def _read_gemma3_multimodal(file: ConfigFile) -> ModelConfig:
         read_gemma3(text),
         file,
         text,
-        architecture=GEMMA3_MULTIMODAL.architecture,
         is_tied=is_tied_by_default(file),
         model_types=("gemma3_text",),
     )
@@ -170,5 +165,5 @@ def _read_gemma3_multimodal(file: ConfigFile) -> ModelConfig:
 GEMMA3_MULTIMODAL = Family(
     architecture="Gemma3ForConditionalGeneration",
     model_types=("gemma3",),
-    read=_read_gemma3_multimodal,
+    reader=_read_gemma3_multimodal,
 )

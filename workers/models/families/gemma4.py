@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import (
@@ -76,10 +77,9 @@ _PLAIN = _Class(window=512, has_embeddings=True)
 _UNIFIED = _Class(window=1024, has_embeddings=False)
 
 
-def _read_text(file: ConfigFile, architecture: str, kind: _Class) -> ModelConfig:
+def _read_text(file: ConfigFile, kind: _Class) -> ModelConfig:
     config = base_config(
         file,
-        architecture,
         activation="gelu_tanh",
         default_num_kv_heads=4,
         default_head_size=256,
@@ -282,22 +282,13 @@ def _without_unused(tensors: TextTensors, heads: tuple[LayerHeads, ...]) -> Text
     return replace(tensors, skipped=(*tensors.skipped, *unused))
 
 
-def _read_gemma4(file: ConfigFile) -> ModelConfig:
-    return _read_text(file, GEMMA4.architecture, _PLAIN)
-
-
-def _read_unified_text(file: ConfigFile) -> ModelConfig:
-    return _read_text(file, GEMMA4_UNIFIED_TEXT.architecture, _UNIFIED)
-
-
-def _read_multimodal(file: ConfigFile, family: Family, kind: _Class, text_type: str) -> ModelConfig:
+def _read_multimodal(file: ConfigFile, kind: _Class, text_type: str) -> ModelConfig:
     text = file.section(TEXT_SECTION)
     file.note_read(*_MULTIMODAL_FIELDS)
     config = as_text_part(
-        _read_text(text, family.architecture, kind),
+        _read_text(text, kind),
         file,
         text,
-        architecture=family.architecture,
         is_tied=is_tied_by_default(file),
         model_types=(text_type,),
     )
@@ -307,30 +298,26 @@ def _read_multimodal(file: ConfigFile, family: Family, kind: _Class, text_type: 
     return replace(config, text_tensors=_without_unused(tensors, config.layer_heads))
 
 
-def _read_gemma4_multimodal(file: ConfigFile) -> ModelConfig:
-    return _read_multimodal(file, GEMMA4_MULTIMODAL, _PLAIN, "gemma4_text")
-
-
-def _read_unified(file: ConfigFile) -> ModelConfig:
-    return _read_multimodal(file, GEMMA4_UNIFIED, _UNIFIED, "gemma4_unified_text")
-
-
-GEMMA4 = Family(architecture="Gemma4ForCausalLM", model_types=("gemma4_text",), read=_read_gemma4)
+GEMMA4 = Family(
+    architecture="Gemma4ForCausalLM",
+    model_types=("gemma4_text",),
+    reader=partial(_read_text, kind=_PLAIN),
+)
 
 GEMMA4_UNIFIED_TEXT = Family(
     architecture="Gemma4UnifiedForCausalLM",
     model_types=("gemma4_unified_text",),
-    read=_read_unified_text,
+    reader=partial(_read_text, kind=_UNIFIED),
 )
 
 GEMMA4_MULTIMODAL = Family(
     architecture="Gemma4ForConditionalGeneration",
     model_types=("gemma4",),
-    read=_read_gemma4_multimodal,
+    reader=partial(_read_multimodal, kind=_PLAIN, text_type="gemma4_text"),
 )
 
 GEMMA4_UNIFIED = Family(
     architecture="Gemma4UnifiedForConditionalGeneration",
     model_types=("gemma4_unified",),
-    read=_read_unified,
+    reader=partial(_read_multimodal, kind=_UNIFIED, text_type="gemma4_unified_text"),
 )

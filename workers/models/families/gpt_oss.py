@@ -42,13 +42,7 @@ _DEFAULT_ROPE: Mapping[str, object] = MappingProxyType(
 
 
 def _read(file: ConfigFile) -> ModelConfig:
-    config = base_config(
-        file,
-        GPT_OSS.architecture,
-        default_num_kv_heads=8,
-        default_head_size=64,
-        default_norm_eps=1e-5,
-    )
+    config = base_config(file, default_num_kv_heads=8, default_head_size=64, default_norm_eps=1e-5)
     has_attention_bias = file.flag("attention_bias", True)
     # Names that the authors gave to fields which have other names here.
     file.note_read("experts_per_token", "initial_context_length")
@@ -109,5 +103,8 @@ def _has_mxfp4(file: ConfigFile, config: ModelConfig) -> bool:
 
 
 GPT_OSS = Family(
-    architecture="GptOssForCausalLM", model_types=("gpt_oss",), read=_read, reads_quantization=True
+    architecture="GptOssForCausalLM",
+    model_types=("gpt_oss",),
+    reader=_read,
+    reads_quantization=True,
 )

@@ -51,7 +51,7 @@ _NAMES_DENSE_HYBRID = TensorNames(
 )
 
 
-def granite_config(file: ConfigFile, architecture: str) -> ModelConfig:
+def granite_config(file: ConfigFile) -> ModelConfig:
     """Return the common configuration of all Granites."""
 
     def factor(key: str) -> float:
@@ -59,7 +59,7 @@ def granite_config(file: ConfigFile, architecture: str) -> ModelConfig:
 
     has_attention_bias = file.flag("attention_bias", False)
     return replace(
-        with_rope(base_config(file, architecture), file),
+        with_rope(base_config(file), file),
         embedding_scale=factor("embedding_multiplier"),
         attention_scale=factor("attention_multiplier"),
         residual_scale=factor("residual_multiplier"),
@@ -71,21 +71,21 @@ def granite_config(file: ConfigFile, architecture: str) -> ModelConfig:
 
 def _read_granite(file: ConfigFile) -> ModelConfig:
     """Granite: Llama with multipliers of embeddings, scores, outputs of layers and logits."""
-    config = granite_config(file, GRANITE.architecture)
+    config = granite_config(file)
     return replace(config, has_mlp_bias=file.flag("mlp_bias", False))
 
 
-GRANITE = Family(architecture="GraniteForCausalLM", model_types=("granite",), read=_read_granite)
+GRANITE = Family(architecture="GraniteForCausalLM", model_types=("granite",), reader=_read_granite)
 
 
-def _read_granite_moe(file: ConfigFile, architecture: str, shared_size: int) -> ModelConfig:
+def _read_granite_moe(file: ConfigFile, shared_size: int = 0) -> ModelConfig:
     """Granite with experts.
 
     `GraniteMoeSharedForCausalLM` adds an MLP that every token passes, and
     `GraniteMoeSWAForCausalLM` sliding windows, attention sinks and layers without rope.
 
     """
-    config = granite_config(file, architecture)
+    config = granite_config(file)
     experts = experts_of(
         file,
         default_num=8,
@@ -102,20 +102,16 @@ def _read_granite_moe(file: ConfigFile, architecture: str, shared_size: int) -> 
     )
 
 
-def _read_plain_granite_moe(file: ConfigFile) -> ModelConfig:
-    return _read_granite_moe(file, GRANITE_MOE.architecture, 0)
-
-
 def _shared_size_granite_moe(file: ConfigFile) -> int:
     return file.integer("shared_intermediate_size", 0, least=0, most=MAX_SIZE)
 
 
 def _read_shared_granite_moe(file: ConfigFile) -> ModelConfig:
-    return _read_granite_moe(file, GRANITE_MOE_SHARED.architecture, _shared_size_granite_moe(file))
+    return _read_granite_moe(file, _shared_size_granite_moe(file))
 
 
 def _read_swa_granite_moe(file: ConfigFile) -> ModelConfig:
-    config = _read_granite_moe(file, GRANITE_MOE_SWA.architecture, _shared_size_granite_moe(file))
+    config = _read_granite_moe(file, _shared_size_granite_moe(file))
     windows = windows_by_layer_type(
         file,
         default_window=128,
@@ -149,19 +145,19 @@ def _with_thetas_granite_moe(config: ModelConfig, file: ConfigFile) -> ModelConf
 
 
 GRANITE_MOE = Family(
-    architecture="GraniteMoeForCausalLM", model_types=("granitemoe",), read=_read_plain_granite_moe
+    architecture="GraniteMoeForCausalLM", model_types=("granitemoe",), reader=_read_granite_moe
 )
 
 GRANITE_MOE_SHARED = Family(
     architecture="GraniteMoeSharedForCausalLM",
     model_types=("granitemoeshared",),
-    read=_read_shared_granite_moe,
+    reader=_read_shared_granite_moe,
 )
 
 GRANITE_MOE_SWA = Family(
     architecture="GraniteMoeSWAForCausalLM",
     model_types=("granitemoe_swa",),
-    read=_read_swa_granite_moe,
+    reader=_read_swa_granite_moe,
 )
 
 
@@ -172,13 +168,13 @@ def _read_hybrid_granite(file: ConfigFile) -> ModelConfig:
     if has_rope:
         has_rope = file.choice("position_embedding_type", ("rope", "nope")) == "rope"
     if file.integer("num_local_experts", 8, least=0, most=MAX_SIZE):
-        config = _read_granite_moe(file, GRANITE_HYBRID.architecture, shared_size)
+        config = _read_granite_moe(file, shared_size)
         config = replace(
             config, names=replace(config.names, recurrent="mamba"), stacked_names=_STACKED_HYBRID
         )
     else:
         file.note_read("num_experts_per_tok")
-        config = granite_config(file, GRANITE_HYBRID.architecture)
+        config = granite_config(file)
         config = replace(config, names=_NAMES_DENSE_HYBRID, intermediate_size=shared_size)
     return replace(
         config, rope=config.rope if has_rope else None, recurrent=_recurrent_granite(file, config)
@@ -202,5 +198,5 @@ def _recurrent_granite(file: ConfigFile, config: ModelConfig) -> RecurrentConfig
 GRANITE_HYBRID = Family(
     architecture="GraniteMoeHybridForCausalLM",
     model_types=("granitemoehybrid",),
-    read=_read_hybrid_granite,
+    reader=_read_hybrid_granite,
 )

@@ -55,11 +55,10 @@ _UNUSED = (
 )
 
 
-def _read_any(file: ConfigFile, architecture: str, names: TensorNames) -> ModelConfig:
+def _read_any(file: ConfigFile, names: TensorNames) -> ModelConfig:
     is_tied = file.flag(file.first_of("tie_embedding", "tie_word_embeddings"), True)
     config = base_config(
         file,
-        architecture,
         default_num_kv_heads=8,
         intermediate_key=file.first_of("block_ff_dim", "intermediate_size"),
         norm_eps_key="norm_eps",
@@ -98,7 +97,7 @@ def _read_any(file: ConfigFile, architecture: str, names: TensorNames) -> ModelC
 
 def _read_lfm2(file: ConfigFile) -> ModelConfig:
     """LFM2: the width of the MLP is two thirds of that in the file, rounded up to a multiple."""
-    config = _read_any(file, LFM2.architecture, _NAMES)
+    config = _read_any(file, _NAMES)
     multiple = file.integer("block_multiple_of", 256, most=MAX_SIZE)
     factor = file.number("block_ffn_dim_multiplier", 1.0, most=MAX_FACTOR)
     if not file.flag("block_auto_adjust_ff_dim", True):
@@ -107,12 +106,12 @@ def _read_lfm2(file: ConfigFile) -> ModelConfig:
     return replace(config, intermediate_size=-(-size // multiple) * multiple)
 
 
-LFM2 = Family(architecture="Lfm2ForCausalLM", model_types=("lfm2",), read=_read_lfm2)
+LFM2 = Family(architecture="Lfm2ForCausalLM", model_types=("lfm2",), reader=_read_lfm2)
 
 
 def _read_lfm2_moe(file: ConfigFile) -> ModelConfig:
     """LFM2 with experts, which sigmoid scores choose, behind some layers with an MLP."""
-    config = _read_any(file, LFM2_MOE.architecture, _NAMES_MOE)
+    config = _read_any(file, _NAMES_MOE)
     experts = experts_of(
         file,
         default_num=32,
@@ -135,4 +134,6 @@ def _read_lfm2_moe(file: ConfigFile) -> ModelConfig:
     )
 
 
-LFM2_MOE = Family(architecture="Lfm2MoeForCausalLM", model_types=("lfm2_moe",), read=_read_lfm2_moe)
+LFM2_MOE = Family(
+    architecture="Lfm2MoeForCausalLM", model_types=("lfm2_moe",), reader=_read_lfm2_moe
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagedray.model_config import ModelConfig, MtpLayer, TensorNames, TextTensors
@@ -84,19 +85,19 @@ def _read_llama(file: ConfigFile) -> ModelConfig:
     # Falcon3 also names the activation and the gate of its MLP together.
     file.choice("activation", ("swiglu", "silu"), "swiglu")
     return replace(
-        with_rope(base_config(file, LLAMA.architecture), file),
+        with_rope(base_config(file), file),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         has_mlp_bias=file.flag("mlp_bias", False),
     )
 
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_types=("llama",), read=_read_llama)
+LLAMA = Family(architecture="LlamaForCausalLM", model_types=("llama",), reader=_read_llama)
 
 
 def _read_seed_oss(file: ConfigFile) -> ModelConfig:
     """Seed-OSS: Llama with biases on queries, keys and values, and a head size of its own."""
-    config = base_config(file, SEED_OSS.architecture, default_num_kv_heads=8, default_head_size=128)
+    config = base_config(file, default_num_kv_heads=8, default_head_size=128)
     return replace(
         with_rope(config, file),
         has_qkv_bias=file.flag("attention_bias", True),
@@ -105,14 +106,14 @@ def _read_seed_oss(file: ConfigFile) -> ModelConfig:
     )
 
 
-SEED_OSS = Family(architecture="SeedOssForCausalLM", model_types=("seed_oss",), read=_read_seed_oss)
+SEED_OSS = Family(
+    architecture="SeedOssForCausalLM", model_types=("seed_oss",), reader=_read_seed_oss
+)
 
 
 def _read_smollm3(file: ConfigFile) -> ModelConfig:
     """SmolLM3: Llama without rope on every fourth layer."""
-    config = base_config(
-        file, SMOLLM3.architecture, default_num_kv_heads=4, is_tied_by_default=True
-    )
+    config = base_config(file, default_num_kv_heads=4, is_tied_by_default=True)
     has_attention_bias = file.flag("attention_bias", False)
     rotated = _rotated_layers_smollm3(file, config.num_layers)
     return replace(
@@ -151,14 +152,13 @@ def _windows_smollm3(file: ConfigFile, rotated: tuple[bool, ...]) -> tuple[int |
     return tuple(window if has else None for has in has_window or [not one for one in rotated])
 
 
-SMOLLM3 = Family(architecture="SmolLM3ForCausalLM", model_types=("smollm3",), read=_read_smollm3)
+SMOLLM3 = Family(architecture="SmolLM3ForCausalLM", model_types=("smollm3",), reader=_read_smollm3)
 
 
 def _read_ernie4_5(file: ConfigFile) -> ModelConfig:
     """Ernie 4.5 (dense): Llama with rope of adjacent pairs."""
     config = base_config(
         file,
-        ERNIE4_5.architecture,
         default_num_kv_heads=2,
         default_head_size=128,
         default_norm_eps=1e-5,
@@ -180,14 +180,14 @@ def _read_ernie4_5(file: ConfigFile) -> ModelConfig:
 ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",
     model_types=("ernie4_5",),
-    read=_read_ernie4_5,
+    reader=_read_ernie4_5,
     aliases=("Ernie4_5_ForCausalLM",),
 )
 
 
 def _read_phi3(file: ConfigFile) -> ModelConfig:
     """Phi-3: Llama with fused projections, LongRoPE and one sliding window for all layers."""
-    config = base_config(file, PHI3.architecture, default_norm_eps=1e-5)
+    config = base_config(file, default_norm_eps=1e-5)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         file.reject_unless(key, False)
     # Options of code in Phi-4-mini's checkpoint, which transformers lacks.
@@ -209,14 +209,13 @@ def _read_phi3(file: ConfigFile) -> ModelConfig:
     )
 
 
-PHI3 = Family(architecture="Phi3ForCausalLM", model_types=("phi3",), read=_read_phi3)
+PHI3 = Family(architecture="Phi3ForCausalLM", model_types=("phi3",), reader=_read_phi3)
 
 
 def _read_starcoder2(file: ConfigFile) -> ModelConfig:
     """StarCoder2: layer norms, biases, an MLP without a gate, one sliding window for all layers."""
     config = base_config(
         file,
-        STARCODER2.architecture,
         activation="gelu_tanh",
         activation_key="hidden_act",
         default_num_kv_heads=2,
@@ -246,22 +245,18 @@ def _read_starcoder2(file: ConfigFile) -> ModelConfig:
 
 
 STARCODER2 = Family(
-    architecture="Starcoder2ForCausalLM", model_types=("starcoder2",), read=_read_starcoder2
+    architecture="Starcoder2ForCausalLM", model_types=("starcoder2",), reader=_read_starcoder2
 )
 
 
-def _read_any_glm(file: ConfigFile, architecture: str, names: TensorNames) -> ModelConfig:
+def _read_glm(file: ConfigFile, names: TensorNames) -> ModelConfig:
     """GLM-4: rope of adjacent pairs on half of each head, gate and up projection fused.
 
     `Glm4ForCausalLM` (0414) adds norms after attention and MLP to `GlmForCausalLM`.
 
     """
     config = base_config(
-        file,
-        architecture,
-        default_num_kv_heads=2,
-        default_head_size=128,
-        default_norm_eps=_NORM_EPS_GLM4,
+        file, default_num_kv_heads=2, default_head_size=128, default_norm_eps=_NORM_EPS_GLM4
     )
     section = rope_section(file)
     theta = file.number("rope_theta", 10000.0, most=MAX_THETA)
@@ -275,17 +270,16 @@ def _read_any_glm(file: ConfigFile, architecture: str, names: TensorNames) -> Mo
     )
 
 
-def _read_glm_glm4(file: ConfigFile) -> ModelConfig:
-    return _read_any_glm(file, GLM.architecture, _NAMES_GLM4)
-
-
-def _read_glm4(file: ConfigFile) -> ModelConfig:
-    return _read_any_glm(file, GLM4.architecture, _NAMES_OF_FOUR_NORMS_GLM4)
-
-
-GLM = Family(architecture="GlmForCausalLM", model_types=("glm",), read=_read_glm_glm4)
-
-GLM4 = Family(architecture="Glm4ForCausalLM", model_types=("glm4",), read=_read_glm4)
+GLM = Family(
+    architecture="GlmForCausalLM",
+    model_types=("glm",),
+    reader=partial(_read_glm, names=_NAMES_GLM4),
+)
+GLM4 = Family(
+    architecture="Glm4ForCausalLM",
+    model_types=("glm4",),
+    reader=partial(_read_glm, names=_NAMES_OF_FOUR_NORMS_GLM4),
+)
 
 
 def _read_glm4_moe(file: ConfigFile) -> ModelConfig:
@@ -294,7 +288,7 @@ def _read_glm4_moe(file: ConfigFile) -> ModelConfig:
     The layer behind the last one predicts several tokens.
 
     """
-    config = base_config(file, GLM4_MOE.architecture, default_num_kv_heads=8, default_norm_eps=1e-5)
+    config = base_config(file, default_num_kv_heads=8, default_norm_eps=1e-5)
     section = rope_section(file)
     theta = file.number("rope_theta", 10000.0, most=MAX_THETA)
     rope = rope_of(section, file, default_theta=theta)
@@ -337,17 +331,15 @@ def _mtp_glm4_moe(prefix: str) -> MtpLayer:
     )
 
 
-GLM4_MOE = Family(architecture="Glm4MoeForCausalLM", model_types=("glm4_moe",), read=_read_glm4_moe)
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM", model_types=("glm4_moe",), reader=_read_glm4_moe
+)
 
 
 def _read_cohere2(file: ConfigFile) -> ModelConfig:
     """Cohere-2 (Command R7B, Command A): parallel MLP, rope on layers with windows."""
     config = base_config(
-        file,
-        COHERE2.architecture,
-        norm_eps_key="layer_norm_eps",
-        default_norm_eps=1e-5,
-        is_tied_by_default=True,
+        file, norm_eps_key="layer_norm_eps", default_norm_eps=1e-5, is_tied_by_default=True
     )
     config = with_rope(config, file)
     for key, value in _FIXED_COHERE2.items():
@@ -375,4 +367,4 @@ def _read_cohere2(file: ConfigFile) -> ModelConfig:
     )
 
 
-COHERE2 = Family(architecture="Cohere2ForCausalLM", model_types=("cohere2",), read=_read_cohere2)
+COHERE2 = Family(architecture="Cohere2ForCausalLM", model_types=("cohere2",), reader=_read_cohere2)

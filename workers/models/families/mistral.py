@@ -41,19 +41,19 @@ _NAMES_MIXTRAL = TensorNames(
 
 def read_mistral(file: ConfigFile) -> ModelConfig:
     """Return the configuration of a Mistral, or of its text part."""
-    config = with_rope(base_config(file, MISTRAL.architecture, default_num_kv_heads=8), file)
+    config = with_rope(base_config(file, default_num_kv_heads=8), file)
     if file.has_null("sliding_window"):
         return config
     window = file.integer("sliding_window", 4096, most=MAX_POSITIONS)
     return replace(config, sliding_windows=(window,) * config.num_layers)
 
 
-MISTRAL = Family(architecture="MistralForCausalLM", model_types=("mistral",), read=read_mistral)
+MISTRAL = Family(architecture="MistralForCausalLM", model_types=("mistral",), reader=read_mistral)
 
 
 def _read_ministral(file: ConfigFile) -> ModelConfig:
     """Ministral: Mistral with sliding windows on some layers."""
-    config = with_rope(base_config(file, MINISTRAL.architecture, default_num_kv_heads=8), file)
+    config = with_rope(base_config(file, default_num_kv_heads=8), file)
     has_window = not file.has_null("sliding_window")
     return replace(
         config,
@@ -64,20 +64,14 @@ def _read_ministral(file: ConfigFile) -> ModelConfig:
 
 
 MINISTRAL = Family(
-    architecture="MinistralForCausalLM", model_types=("ministral",), read=_read_ministral
+    architecture="MinistralForCausalLM", model_types=("ministral",), reader=_read_ministral
 )
 
 
 def read_ministral3(file: ConfigFile) -> ModelConfig:
     """Return the configuration of a Ministral 3, or of its text part."""
     config = with_rope(
-        base_config(
-            file,
-            MINISTRAL3.architecture,
-            default_num_kv_heads=8,
-            default_head_size=128,
-            default_norm_eps=1e-5,
-        ),
+        base_config(file, default_num_kv_heads=8, default_head_size=128, default_norm_eps=1e-5),
         file,
     )
     section = rope_section(file)
@@ -94,13 +88,13 @@ def read_ministral3(file: ConfigFile) -> ModelConfig:
 
 
 MINISTRAL3 = Family(
-    architecture="Ministral3ForCausalLM", model_types=("ministral3",), read=read_ministral3
+    architecture="Ministral3ForCausalLM", model_types=("ministral3",), reader=read_ministral3
 )
 
 
 def _read_mixtral(file: ConfigFile) -> ModelConfig:
     """Mixtral: Mistral with experts on all layers."""
-    config = base_config(file, MIXTRAL.architecture, default_num_kv_heads=8, default_norm_eps=1e-5)
+    config = base_config(file, default_num_kv_heads=8, default_norm_eps=1e-5)
     windows: tuple[int, ...] = ()
     if "sliding_window" in file:
         window = file.integer("sliding_window", most=MAX_POSITIONS)
@@ -120,7 +114,7 @@ def _read_mixtral(file: ConfigFile) -> ModelConfig:
     )
 
 
-MIXTRAL = Family(architecture="MixtralForCausalLM", model_types=("mixtral",), read=_read_mixtral)
+MIXTRAL = Family(architecture="MixtralForCausalLM", model_types=("mixtral",), reader=_read_mixtral)
 
 _READERS_MISTRAL3 = {"mistral": read_mistral, "ministral3": read_ministral3}
 
@@ -133,12 +127,13 @@ def _read_mistral3(file: ConfigFile) -> ModelConfig:
         _READERS_MISTRAL3[kind](text),
         file,
         text,
-        architecture=MISTRAL3.architecture,
         is_tied=is_tied_by_default(file),
         model_types=_READERS_MISTRAL3,
     )
 
 
 MISTRAL3 = Family(
-    architecture="Mistral3ForConditionalGeneration", model_types=("mistral3",), read=_read_mistral3
+    architecture="Mistral3ForConditionalGeneration",
+    model_types=("mistral3",),
+    reader=_read_mistral3,
 )

@@ -80,7 +80,6 @@ def _read_nemotron_h(file: ConfigFile) -> ModelConfig:
     places = _places(file, kinds)
     config = base_config(
         file,
-        NEMOTRON_H.architecture,
         num_layers=len(places),
         default_num_kv_heads=8,
         default_head_size=128,
@@ -189,5 +188,5 @@ def _experts(file: ConfigFile) -> ExpertsConfig:
 
 
 NEMOTRON_H = Family(
-    architecture="NemotronHForCausalLM", model_types=("nemotron_h",), read=_read_nemotron_h
+    architecture="NemotronHForCausalLM", model_types=("nemotron_h",), reader=_read_nemotron_h
 )

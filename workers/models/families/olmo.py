@@ -29,11 +29,11 @@ _NAMES_OLMO2 = TensorNames(
 _THETA_OLMO3 = 5e5
 
 
-def olmo_config(file: ConfigFile, architecture: str) -> ModelConfig:
+def olmo_config(file: ConfigFile) -> ModelConfig:
     """Return the common configuration of OLMo-2 and OLMo-3, without rope and windows."""
     has_bias = file.flag("attention_bias", False)
     return replace(
-        base_config(file, architecture, default_norm_eps=1e-5),
+        base_config(file, default_norm_eps=1e-5),
         names=_NAMES_OLMO2,
         has_qk_norm=True,
         is_qk_norm_whole=True,
@@ -44,15 +44,15 @@ def olmo_config(file: ConfigFile, architecture: str) -> ModelConfig:
 
 def _read_olmo2(file: ConfigFile) -> ModelConfig:
     """OLMo-2: norms after attention and MLP only, and QK norm over all heads."""
-    return with_rope(olmo_config(file, OLMO2.architecture), file)
+    return with_rope(olmo_config(file), file)
 
 
-OLMO2 = Family(architecture="Olmo2ForCausalLM", model_types=("olmo2",), read=_read_olmo2)
+OLMO2 = Family(architecture="Olmo2ForCausalLM", model_types=("olmo2",), reader=_read_olmo2)
 
 
 def _read_olmo3(file: ConfigFile) -> ModelConfig:
     """OLMo-3: OLMo-2 with windows on three of four layers, and rope scaling on the others."""
-    config = olmo_config(file, OLMO3.architecture)
+    config = olmo_config(file)
     # Transformers 5 would apply another value to layers without a window only.
     file.reject_unless("rope_theta", _THETA_OLMO3)
     rope, window_rope = ropes_by_layer_type(file, theta=_THETA_OLMO3, window_theta=_THETA_OLMO3)
@@ -68,7 +68,7 @@ def _read_olmo3(file: ConfigFile) -> ModelConfig:
     )
 
 
-OLMO3 = Family(architecture="Olmo3ForCausalLM", model_types=("olmo3",), read=_read_olmo3)
+OLMO3 = Family(architecture="Olmo3ForCausalLM", model_types=("olmo3",), reader=_read_olmo3)
 
 
 def _read_olmoe(file: ConfigFile) -> ModelConfig:
@@ -76,7 +76,7 @@ def _read_olmoe(file: ConfigFile) -> ModelConfig:
     has_bias = file.flag("attention_bias", False)
     # Values after the norms are not clamped.
     file.reject_unless("clip_qkv", None)
-    config = base_config(file, OLMOE.architecture, default_norm_eps=1e-5)
+    config = base_config(file, default_norm_eps=1e-5)
     return replace(
         with_rope(config, file),
         stacked_names=STACKED_NAMES,
@@ -94,4 +94,4 @@ def _read_olmoe(file: ConfigFile) -> ModelConfig:
     )
 
 
-OLMOE = Family(architecture="OlmoeForCausalLM", model_types=("olmoe",), read=_read_olmoe)
+OLMOE = Family(architecture="OlmoeForCausalLM", model_types=("olmoe",), reader=_read_olmoe)

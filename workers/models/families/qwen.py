@@ -45,7 +45,7 @@ def _read_qwen2(file: ConfigFile) -> ModelConfig:
     MiMo is a Qwen2 with layers that predict several tokens.
 
     """
-    config = base_config(file, QWEN2.architecture, default_num_kv_heads=32)
+    config = base_config(file, default_num_kv_heads=32)
     if _MIMO in file.words("architectures"):
         file.reject_unless("attention_bias", True)
         file.note_read("use_mrope")
@@ -65,7 +65,7 @@ def _read_qwen2(file: ConfigFile) -> ModelConfig:
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_types=("qwen2", "mimo"),
-    read=_read_qwen2,
+    reader=_read_qwen2,
     aliases=(_MIMO,),
 )
 
@@ -79,7 +79,7 @@ def _read_qwen3(file: ConfigFile) -> ModelConfig:
     """
     has_attention_bias = file.flag("attention_bias", False)
     file.reject_unless("use_qk_norm", True)
-    config = base_config(file, QWEN3.architecture, default_num_kv_heads=32, default_head_size=128)
+    config = base_config(file, default_num_kv_heads=32, default_head_size=128)
     config = replace(
         with_rope(config, file),
         has_qk_norm=True,
@@ -96,7 +96,7 @@ def _read_qwen3(file: ConfigFile) -> ModelConfig:
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_types=("qwen3",),
-    read=_read_qwen3,
+    reader=_read_qwen3,
     aliases=(f"Qwen3{SCORE_SUFFIX}",),
 )
 
@@ -105,7 +105,7 @@ def _read_qwen3_moe(file: ConfigFile) -> ModelConfig:
     """Qwen3-MoE: Qwen3 with experts, on all layers or on some of them."""
     has_attention_bias = file.flag("attention_bias", False)
     file.reject_unless("use_qk_norm", True)
-    config = base_config(file, QWEN3_MOE.architecture, default_num_kv_heads=4)
+    config = base_config(file, default_num_kv_heads=4)
     return replace(
         with_rope(config, file),
         stacked_names=STACKED_NAMES,
@@ -143,16 +143,14 @@ def _windows_qwen3_moe(file: ConfigFile, num_layers: int) -> tuple[int | None, .
 
 
 QWEN3_MOE = Family(
-    architecture="Qwen3MoeForCausalLM", model_types=("qwen3_moe",), read=_read_qwen3_moe
+    architecture="Qwen3MoeForCausalLM", model_types=("qwen3_moe",), reader=_read_qwen3_moe
 )
 
 
 def _read_qwen2_5_vl(file: ConfigFile) -> ModelConfig:
     """The text of Qwen2.5-VL, a Qwen2.5. Older files have its fields at the top level."""
     text = file.section(TEXT_SECTION) if TEXT_SECTION in file else file
-    config = base_config(
-        text, QWEN2_5_VL.architecture, default_num_kv_heads=8, default_norm_eps=1e-5
-    )
+    config = base_config(text, default_num_kv_heads=8, default_norm_eps=1e-5)
     # Transformers reads no other size.
     text.reject_unless("head_dim", config.hidden_size // config.num_heads)
     config = replace(
@@ -164,7 +162,6 @@ def _read_qwen2_5_vl(file: ConfigFile) -> ModelConfig:
         config,
         file,
         text,
-        architecture=QWEN2_5_VL.architecture,
         # Transformers 4 wrote it in either place.
         is_tied=file.flag("tie_word_embeddings", False) or config.has_tied_embeddings,
         model_types=("qwen2_5_vl_text",),
@@ -174,7 +171,7 @@ def _read_qwen2_5_vl(file: ConfigFile) -> ModelConfig:
 QWEN2_5_VL = Family(
     architecture="Qwen2_5_VLForConditionalGeneration",
     model_types=("qwen2_5_vl",),
-    read=_read_qwen2_5_vl,
+    reader=_read_qwen2_5_vl,
 )
 
 
@@ -182,9 +179,7 @@ def _read_qwen3_vl(file: ConfigFile) -> ModelConfig:
     """The text of Qwen3-VL, a Qwen3."""
     text = file.section(TEXT_SECTION)
     has_attention_bias = text.flag("attention_bias", False)
-    config = base_config(
-        text, QWEN3_VL.architecture, default_num_kv_heads=32, default_head_size=128
-    )
+    config = base_config(text, default_num_kv_heads=32, default_head_size=128)
     config = replace(
         with_rope(config, text, default_theta=5e5),
         has_qk_norm=True,
@@ -195,12 +190,11 @@ def _read_qwen3_vl(file: ConfigFile) -> ModelConfig:
         config,
         file,
         text,
-        architecture=QWEN3_VL.architecture,
         is_tied=file.flag("tie_word_embeddings", False),
         model_types=("qwen3_vl_text",),
     )
 
 
 QWEN3_VL = Family(
-    architecture="Qwen3VLForConditionalGeneration", model_types=("qwen3_vl",), read=_read_qwen3_vl
+    architecture="Qwen3VLForConditionalGeneration", model_types=("qwen3_vl",), reader=_read_qwen3_vl
 )

@@ -55,12 +55,11 @@ _TEXT_PREFIXES = (
 )
 
 
-def _read_text(file: ConfigFile, architecture: str, *, has_experts: bool) -> ModelConfig:
+def _read_text(file: ConfigFile, *, has_experts: bool) -> ModelConfig:
     """Read the text of any of these families."""
     has_bias = file.flag("attention_bias", False)
     config = base_config(
         file,
-        architecture,
         intermediate_key="moe_intermediate_size" if has_experts else "intermediate_size",
         default_intermediate_size=512 if has_experts else None,
         default_num_kv_heads=2 if has_experts else 4,
@@ -135,7 +134,7 @@ def _experts(file: ConfigFile, config: ModelConfig) -> ExpertsConfig:
 
 def _read_qwen3_next(file: ConfigFile) -> ModelConfig:
     """Qwen3-Next: projections of recurrent layers are fused by key heads."""
-    config = _read_text(file, QWEN3_NEXT.architecture, has_experts=True)
+    config = _read_text(file, has_experts=True)
     assert config.experts is not None
     step = file.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
     dense = file.indices("mlp_only_layers", most=MAX_LAYERS)
@@ -155,20 +154,16 @@ def _read_qwen3_next(file: ConfigFile) -> ModelConfig:
 
 
 QWEN3_NEXT = Family(
-    architecture="Qwen3NextForCausalLM", model_types=("qwen3_next",), read=_read_qwen3_next
+    architecture="Qwen3NextForCausalLM", model_types=("qwen3_next",), reader=_read_qwen3_next
 )
 
 
-def _read_with_images(
-    file: ConfigFile, *, architecture: str, text_type: str, has_experts: bool
-) -> ModelConfig:
+def _read_with_images(file: ConfigFile, *, text_type: str, has_experts: bool) -> ModelConfig:
     """Read the text of a model that also reads images."""
     text = file.section(TEXT_SECTION)
-    config = _read_text(text, architecture, has_experts=has_experts)
+    config = _read_text(text, has_experts=has_experts)
     is_tied = file.flag("tie_word_embeddings", config.has_tied_embeddings)
-    config = as_text_part(
-        config, file, text, architecture=architecture, is_tied=is_tied, model_types=(text_type,)
-    )
+    config = as_text_part(config, file, text, is_tied=is_tied, model_types=(text_type,))
     tensors = config.text_tensors
     assert tensors is not None
     return replace(config, text_tensors=replace(tensors, skipped=(*tensors.skipped, *_SKIPPED)))
@@ -178,13 +173,11 @@ def _families(label: str, model_type: str, *, has_experts: bool) -> tuple[Family
     """Return the family of a model that also reads images, and that of its text."""
     text_type = f"{model_type}_text"
     whole, text = f"{label}ForConditionalGeneration", f"{label}ForCausalLM"
-    read_whole = partial(
-        _read_with_images, architecture=whole, text_type=text_type, has_experts=has_experts
-    )
-    read_text = partial(_read_text, architecture=text, has_experts=has_experts)
+    read_whole = partial(_read_with_images, text_type=text_type, has_experts=has_experts)
+    read_text = partial(_read_text, has_experts=has_experts)
     return (
-        Family(architecture=whole, model_types=(model_type,), read=read_whole),
-        Family(architecture=text, model_types=(text_type,), read=read_text),
+        Family(architecture=whole, model_types=(model_type,), reader=read_whole),
+        Family(architecture=text, model_types=(text_type,), reader=read_text),
     )
 
 

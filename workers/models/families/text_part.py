@@ -45,7 +45,6 @@ def as_text_part(
     file: ConfigFile,
     text: ConfigFile,
     *,
-    architecture: str,
     is_tied: bool,
     model_types: Iterable[str],
 ) -> ModelConfig:
@@ -62,7 +61,6 @@ def as_text_part(
         file.note_copies(text)
     return replace(
         config,
-        architecture=architecture,
         text_tensors=TextTensors(_PREFIXES, _SKIPPED),
         has_tied_embeddings=is_tied,
         eos_token_ids=eos_token_ids(file, config.vocab_size) or config.eos_token_ids,

@@ -5,9 +5,9 @@ import torch
 
 from attention.kernels.cpu import recurrent_steps
 from attention.kernels.cpu.native import find_compiler
-from attention.kernels.recurrent import causal_conv, delta_rule, selective_scan
+from attention.kernels.recurrent import causal_conv, selective_scan
 from tests.attention.kernels.cpu.variants import compile_with, variants
-from tests.attention.kernels.recurrent_case import ConvCase, DeltaCase, ScanCase
+from tests.attention.kernels.recurrent_case import ConvCase, DeltaCase, ScanCase, delta_rule
 
 # Chunks, a lone last token, a decode and a row of padding.
 STEP = [129, 1, 70, 1, 2], [8, 3, -1, 5, 0]
