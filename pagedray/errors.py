@@ -69,6 +69,7 @@ __all__ = [
     "UnreadError",
     "UnsupportedError",
     "WorkerError",
+    "invalid_field",
 ]
 
 
@@ -137,6 +138,11 @@ class InvalidRequestError(RequestError, ValueError):
         super().__init__(message)
         self.param = param
         """The invalid field, by the client's name for it."""
+
+
+def invalid_field(name: str, problem: str) -> InvalidRequestError:
+    """Return the error of a field, by the client's name for it, that begins with its name."""
+    return InvalidRequestError(f"{name} {problem}", param=name)
 
 
 class CapacityError(InvalidRequestError):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.field_checks import MAX_COUNT, check_bool, check_float, check_int, check_size
 from pagedray.text import quote
 
@@ -132,9 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROBS)
         if self.logprob_token_ids and self.logprobs is None:
-            raise InvalidRequestError(
-                "logprob_token_ids requires logprobs.", param="logprob_token_ids"
-            )
+            raise invalid_field("logprob_token_ids", "requires logprobs.")
         if self.prompt_logprobs is not None:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.thinking_token_budget is not None:
@@ -151,13 +149,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 continue
             # They might forbid every token that a mask allows.
             if self.structure is not None:
-                raise InvalidRequestError(
-                    f"{name} cannot be combined with a structure.", param=name
-                )
+                raise invalid_field(name, "cannot be combined with a structure.")
             if self.thinking_token_budget is not None:
-                raise InvalidRequestError(
-                    f"{name} cannot be combined with thinking_token_budget.", param=name
-                )
+                raise invalid_field(name, "cannot be combined with thinking_token_budget.")
 
     @property
     def is_greedy(self) -> bool:
@@ -176,7 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def _check_ids(name: str, given: object, most: int) -> None:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Collection):
-        raise InvalidRequestError(f"{name} must be a list of integers.", param=name)
+        raise invalid_field(name, "must be a list of integers.")
     check_size(name, len(given), most)
     for token_id in given:
         check_int(name, token_id, 0, MAX_COUNT)
@@ -184,39 +178,36 @@ def _check_ids(name: str, given: object, most: int) -> None:
 
 def _check_stop(stop: object) -> None:
     if isinstance(stop, str) or not isinstance(stop, Sequence):
-        raise InvalidRequestError("stop must be a list of strings.", param="stop")
+        raise invalid_field("stop", "must be a list of strings.")
     check_size("stop", len(stop), MAX_STOP)
     for text in stop:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
-            raise InvalidRequestError(
-                f"stop must contain strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+            raise invalid_field(
+                "stop", f"must contain strings of 1 to {MAX_STOP_LENGTH} characters."
             )
 
 
 def _check_bad_words(words: object) -> None:
     if isinstance(words, str) or not isinstance(words, Sequence):
-        raise InvalidRequestError("bad_words must be a list of strings.", param="bad_words")
+        raise invalid_field("bad_words", "must be a list of strings.")
     check_size("bad_words", len(words), MAX_BAD_WORDS)
     for text in words:
         if not isinstance(text, str) or len(text) > MAX_BAD_WORD_LENGTH or not text.strip():
-            raise InvalidRequestError(
-                f"bad_words must contain strings of 1 to {MAX_BAD_WORD_LENGTH} characters that are "
-                "not blank.",
-                param="bad_words",
+            raise invalid_field(
+                "bad_words",
+                f"must contain strings of 1 to {MAX_BAD_WORD_LENGTH} characters that are not "
+                "blank.",
             )
 
 
 def _check_logit_bias(bias: object) -> None:
     if not isinstance(bias, Mapping):
-        raise InvalidRequestError(
-            "logit_bias must be a dictionary of token ids and numbers.", param="logit_bias"
-        )
+        raise invalid_field("logit_bias", "must be a dictionary of token ids and numbers.")
     check_size("logit_bias", len(bias), MAX_LOGIT_BIAS)
     for token_id, value in bias.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise InvalidRequestError(
-                f"logit_bias contains token id {quote(token_id)}, but ids are 0 or more.",
-                param="logit_bias",
+            raise invalid_field(
+                "logit_bias", f"contains token id {quote(token_id)}, but ids are 0 or more."
             )
         check_float("logit_bias", value, -100.0, 100.0)
 

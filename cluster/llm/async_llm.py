@@ -30,6 +30,7 @@ from pagedray.errors import (
     InvalidRequestError,
     OverloadedError,
     StartupError,
+    invalid_field,
 )
 
 if TYPE_CHECKING:
@@ -287,9 +288,7 @@ class AsyncLLM(PublicLLM):
 
 def _check_id(given: object) -> None:
     if not isinstance(given, str) or not given:
-        raise InvalidRequestError(
-            f"request_id must be a non-empty string, not {given!r:.80}.", param="request_id"
-        )
+        raise invalid_field("request_id", f"must be a non-empty string, not {given!r:.80}.")
     check_unicode(given, "request_id")
 
 
@@ -301,9 +300,7 @@ def _ids_of(given: object) -> list[str]:
     found = [one for one in ids if isinstance(one, str)]
     if len(found) < len(ids):
         wrong = next(one for one in ids if not isinstance(one, str))
-        raise InvalidRequestError(
-            f"request_id must be a string or several, not {wrong!r:.80}.", param="request_id"
-        )
+        raise invalid_field("request_id", f"must be a string or several, not {wrong!r:.80}.")
     return found
 
 

@@ -18,7 +18,7 @@ from cluster.serving.reasoning import ReasoningReader
 from cluster.serving.text.text_stream import SequenceOutput, StopStrings, TextStream
 from cluster.serving.tools.channel_reader import ChannelTexts
 from pagedray.batch import PromptToken, TokenLogprobs
-from pagedray.errors import EngineError, InvalidRequestError
+from pagedray.errors import EngineError, invalid_field
 from pagedray.field_checks import check_bool
 from pagedray.request import FinishReason
 from pagedray.sampling_params import MAX_LOGPROBS
@@ -317,14 +317,12 @@ class BeamSearchParams:
             or not isinstance(self.beam_width, int)
             or not 1 <= self.beam_width <= MAX_LOGPROBS
         ):
-            raise InvalidRequestError(
-                f"beam_width must be from 1 to {MAX_LOGPROBS}, not {self.beam_width!r}.",
-                param="beam_width",
+            raise invalid_field(
+                "beam_width", f"must be from 1 to {MAX_LOGPROBS}, not {self.beam_width!r}."
             )
         if self.early_stopping not in (True, False, "never"):
-            raise InvalidRequestError(
-                f"early_stopping must be true, false or never, not {self.early_stopping!r}.",
-                param="early_stopping",
+            raise invalid_field(
+                "early_stopping", f"must be true, false or never, not {self.early_stopping!r}."
             )
         check_length_penalty(self.length_penalty, "length_penalty")
 
@@ -427,9 +425,8 @@ def _search_of(prompt: Request, params: BeamSearchParams) -> BeamSearch:
     )
     if search.num_logprobs > MAX_LOGPROBS:
         most = MAX_LOGPROBS - len(prompt.eos_token_ids)
-        raise InvalidRequestError(
-            f"beam_width must be from 1 to {most} for this model, not {params.beam_width}.",
-            param="beam_width",
+        raise invalid_field(
+            "beam_width", f"must be from 1 to {most} for this model, not {params.beam_width}."
         )
     return search
 

@@ -39,7 +39,7 @@ from cluster.serving.embedding_validator import EmbeddingValidator, ScoreValidat
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
-from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
+from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError, invalid_field
 from pagedray.field_checks import MAX_COUNT, check_bool, check_int
 from pagedray.sampling_params import SamplingParams
 
@@ -244,9 +244,8 @@ class LLM(PublicLLM):
         if truncate_prompt_tokens is not None:
             check_int("truncate_prompt_tokens", truncate_prompt_tokens, -1, MAX_COUNT)
         if truncation_side not in ("left", "right"):
-            raise InvalidRequestError(
-                f"truncation_side must be left or right, not {truncation_side!r:.80}.",
-                param="truncation_side",
+            raise invalid_field(
+                "truncation_side", f"must be left or right, not {truncation_side!r:.80}."
             )
         texts = cast("list[str | tuple[int, ...]]", [one.value for one in read_prompts(prompts)])
         given = EmbeddingInput(
@@ -320,7 +319,7 @@ class LLM(PublicLLM):
     ) -> Collector:
         check_params(params, SamplingParams, "sampling_params")
         if params.n != 1:
-            raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
+            raise invalid_field("n", f"must be 1 for streaming, not {params.n}.")
         given = self._requests.sample([read_stream_prompt(prompt)], params)
         (request,) = self._validated(given)
         return Collector(request, self._tokenizer, params=params)

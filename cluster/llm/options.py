@@ -7,7 +7,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypedDict, TypeVar
 
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.text import nearest_name, quote
 
 if TYPE_CHECKING:
@@ -223,9 +223,7 @@ def with_vllm_arguments(method: Callable[Given, Result]) -> Callable[Given, Resu
             value = kwargs.pop(name)
             # 0 and 1 would equal False and True.
             if isinstance(value, bool) or value not in _WITHOUT_EFFECT.get(name, (None,)):
-                raise InvalidRequestError(
-                    f"{name} = {quote(value)} is not supported: {_REJECTED[name]}.", param=name
-                )
+                raise invalid_field(name, f"= {quote(value)} is not supported: {_REJECTED[name]}.")
         return method(*args, **kwargs)
 
     return call

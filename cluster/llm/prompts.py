@@ -20,7 +20,7 @@ from cluster.serving.openai.bodies.chat_body import check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools
 from cluster.serving.text.template_arguments import ChatPrompt, check_variable_names
 from cluster.serving.validator import Validator
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.field_checks import check_bool
 from pagedray.sampling_params import SamplingParams as EngineSamplingParams
 
@@ -93,7 +93,7 @@ def read_conversations(
         ("chat_template", template, str, "string"),
     ):
         if value is not None and not isinstance(value, kind):
-            raise InvalidRequestError(f"{name} must be a {noun}.", param=name)
+            raise invalid_field(name, f"must be a {noun}.")
     check_bool("continue_final_message", continues_final_message)
     if adds_generation_prompt is not None:
         check_bool("add_generation_prompt", adds_generation_prompt)
@@ -140,7 +140,7 @@ def read_texts(given: str | Iterable[str], param: str) -> list[str]:
         texts = list(given)
         if all(isinstance(text, str) for text in texts):
             return texts
-    raise InvalidRequestError(f"{param} must be a string or a list of strings.", param=param)
+    raise invalid_field(param, "must be a string or a list of strings.")
 
 
 def _is_number(given: object) -> bool:
@@ -166,7 +166,7 @@ def _read_dictionary(given: Mapping[str, object]) -> SaltedPrompt:
             )
     salt, token_ids = present.get("cache_salt", ""), present.get("prompt_token_ids")
     if not isinstance(salt, str):
-        raise InvalidRequestError("cache_salt must be a string.", param="cache_salt")
+        raise invalid_field("cache_salt", "must be a string.")
     if token_ids is not None:
         return SaltedPrompt(_token_ids(token_ids, "prompt_token_ids"), salt)
     text = present.get("prompt")
@@ -206,7 +206,7 @@ def _items_of(given: object, param: str) -> list[Any]:  # Any: as the caller say
 
 
 def _no_prompt(param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} must be texts or lists of token ids.", param=param)
+    return invalid_field(param, "must be texts or lists of token ids.")
 
 
 def _messages(given: Conversation) -> tuple[ChatMessage, ...]:
@@ -228,18 +228,15 @@ def _objects(entries: Iterable[object]) -> list[object]:
 def _entries_of(given: object) -> list[Any]:  # Any: messages, or conversations
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
         return list(given)
-    raise InvalidRequestError(
-        "messages must be a list of dictionaries with role and content, or a list of such lists.",
-        param="messages",
+    raise invalid_field(
+        "messages", "must be a list of dictionaries with role and content, or a list of such lists."
     )
 
 
 def check_params(given: object, kind: type[object], name: str) -> None:
     """Check that a parameter of a call is a `kind`. Raises InvalidRequestError."""
     if not isinstance(given, kind):
-        raise InvalidRequestError(
-            f"{name} must be {kind.__name__}, not {type(given).__name__}.", param=name
-        )
+        raise invalid_field(name, f"must be {kind.__name__}, not {type(given).__name__}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +291,9 @@ class RequestMaker:
         for one in params:
             check_params(one, EngineSamplingParams, "sampling_params")
         if len(params) != num_prompts:
-            raise InvalidRequestError(
-                f"sampling_params must have one entry per prompt, {num_prompts}, not "
-                f"{len(params)}.",
-                param="sampling_params",
+            raise invalid_field(
+                "sampling_params",
+                f"must have one entry per prompt, {num_prompts}, not {len(params)}.",
             )
         return params
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from cluster.llm.prompts import read_texts, run_apart
 from cluster.serving.embedding_validator import MAX_PAIRS, MAX_PROMPTS
-from pagedray.errors import InvalidRequestError, OverloadedError
+from pagedray.errors import OverloadedError, invalid_field
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Sequence
@@ -301,9 +301,8 @@ def read_pairs(
     if isinstance(queries, str):
         firsts *= len(others)
     if len(firsts) != len(others):
-        raise InvalidRequestError(
-            f"queries must have one entry per document, {len(others)}, not {len(firsts)}.",
-            param="queries",
+        raise invalid_field(
+            "queries", f"must have one entry per document, {len(others)}, not {len(firsts)}."
         )
     return tuple(zip(firsts, others, strict=True))
 

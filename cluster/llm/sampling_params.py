@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.field_checks import MAX_COUNT, check_bool
 from pagedray.sampling_params import SamplingParams as EngineSamplingParams
 from pagedray.text import nearest_name, quote
@@ -88,11 +88,9 @@ def _check_unknown(name: str, value: object, known: Sequence[str]) -> None:
     if name in (*_REJECTED, *_WITHOUT_EFFECT) and (value is None or value in allowed):
         return
     if name in _REJECTED:
-        raise InvalidRequestError(f"{name} is not supported: {_REJECTED[name]}.", param=name)
+        raise invalid_field(name, f"is not supported: {_REJECTED[name]}.")
     if name in _WITHOUT_EFFECT:
-        raise InvalidRequestError(
-            f"{name} must be {' or '.join(map(str, allowed))}, not {quote(value)}.", param=name
-        )
+        raise invalid_field(name, f"must be {' or '.join(map(str, allowed))}, not {quote(value)}.")
     nearest = nearest_name(name, known)
     hint = "" if nearest is None else f"; did you mean {nearest!r}?"
     raise TypeError(f"Unexpected keyword argument {name!r}{hint}")
@@ -144,9 +142,8 @@ class SamplingParams(
         for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidRequestError(
-                f"output_kind must be a RequestOutputKind, not {quote(self.output_kind)}.",
-                param="output_kind",
+            raise invalid_field(
+                "output_kind", f"must be a RequestOutputKind, not {quote(self.output_kind)}."
             )
         super().__post_init__()
 

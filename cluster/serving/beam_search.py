@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pagedray.batch import TokenLogprobs
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.sampling_params import SamplingParams
 from pagedray.text import pluralize, quote
 
@@ -159,9 +159,8 @@ def check_length_penalty(value: object, param: str) -> float:
         or not isinstance(value, int | float)
         or not abs(value) <= _MOST_PENALTY
     ):
-        raise InvalidRequestError(
-            f"{param} must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {quote(value)}.",
-            param=param,
+        raise invalid_field(
+            param, f"must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {quote(value)}."
         )
     return float(value)
 
@@ -174,7 +173,7 @@ def check_beam_sampling(sampling: Mapping[str, object], param: str) -> None:
     for name, value in sampling.items():
         is_given = value is not None if name in _ZERO_COUNTS else bool(value)
         if is_given and name not in _ALLOWED and value != _DEFAULTS.get(name):
-            raise InvalidRequestError(f"{name} cannot be combined with {param}.", param=name)
+            raise invalid_field(name, f"cannot be combined with {param}.")
 
 
 def beam_step(request: Request, beam: Beam, num_logprobs: int) -> Request:

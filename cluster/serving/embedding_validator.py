@@ -18,7 +18,7 @@ from cluster.serving.prompt_reader import (
     warn_of_unknown_tokens,
 )
 from pagedray.batch import Pooling
-from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.errors import CheckpointError, InvalidRequestError, invalid_field
 from pagedray.files import has_file
 from pagedray.text import pluralize, quote
 from workers.models.config_json.config_file import ConfigFile
@@ -82,25 +82,19 @@ class EmbeddingValidator:
         """Return the request. Raises RequestError."""
         check_model_name(given.model, self._model)
         if given.pooling is not None and given.pooling not in get_args(Pooling):
-            raise InvalidRequestError(
-                f"pooling must be one of {', '.join(get_args(Pooling))}, "
-                f"not {given.pooling!r:.60}.",
-                param="pooling",
+            raise invalid_field(
+                "pooling",
+                f"must be one of {', '.join(get_args(Pooling))}, not {given.pooling!r:.60}.",
             )
         size = given.dimensions
         if size is not None and not 1 <= size <= self._size:
-            raise InvalidRequestError(
-                f"dimensions must be from 1 to {self._size}, not {size!s:.40}.", param="dimensions"
-            )
+            raise invalid_field("dimensions", f"must be from 1 to {self._size}, not {size!s:.40}.")
         if not 1 <= len(given.prompts) <= MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"{given.param} must have 1 to {MAX_PROMPTS} texts, not {len(given.prompts)}.",
-                param=given.param,
+            raise invalid_field(
+                given.param, f"must have 1 to {MAX_PROMPTS} texts, not {len(given.prompts)}."
             )
         if "" in given.prompts:
-            raise InvalidRequestError(
-                f"{given.param} must not have an empty text.", param=given.param
-            )
+            raise invalid_field(given.param, "must not have an empty text.")
         check_truncation(given.max_prompt_tokens)
         before = self._prompts.prompt(given.prompt_name)
         is_long = are_long(given.prompts)
@@ -140,9 +134,8 @@ class EmbeddingValidator:
             token_ids, num_kept, truncates_end=given.truncates_end, num_special=num_special
         )
         if not 1 <= len(token_ids) <= self._context:
-            raise InvalidRequestError(
-                f"{given.param} must have 1 to {self._context} tokens, not {len(token_ids)}.",
-                param=given.param,
+            raise invalid_field(
+                given.param, f"must have 1 to {self._context} tokens, not {len(token_ids)}."
             )
         return token_ids
 
@@ -153,10 +146,10 @@ class EmbeddingValidator:
         """
         num_special = self._tokenizer.num_special_tokens
         if num_kept <= sum(num_special):
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be -1, or {sum(num_special) + 1} or more for texts, "
-                f"which have {pluralize(sum(num_special), 'special token')}, not {num_kept}.",
-                param="truncate_prompt_tokens",
+            raise invalid_field(
+                "truncate_prompt_tokens",
+                f"must be -1, or {sum(num_special) + 1} or more for texts, which have "
+                f"{pluralize(sum(num_special), 'special token')}, not {num_kept}.",
             )
         return num_special
 
@@ -168,9 +161,7 @@ def _with_prompt(
     if isinstance(prompt, str):
         return before + prompt
     if name is not None:
-        raise InvalidRequestError(
-            "prompt_name cannot be used with token ids; send texts.", param="prompt_name"
-        )
+        raise invalid_field("prompt_name", "cannot be used with token ids; send texts.")
     return prompt
 
 
@@ -245,10 +236,9 @@ class SentencePrompts:
             return self._default
         if name not in self._prompts:
             known = ", ".join(self._prompts) or "none"
-            raise InvalidRequestError(
-                f"prompt_name must be the name of a prompt of the model, which has {known}, not "
-                f"{quote(name)}.",
-                param="prompt_name",
+            raise invalid_field(
+                "prompt_name",
+                f"must be the name of a prompt of the model, which has {known}, not {quote(name)}.",
             )
         return self._prompts[name]
 
@@ -273,12 +263,10 @@ class ScoreValidator:
         check_model_name(given.model, self._model)
         _, name = given.params
         if not 1 <= len(given.pairs) <= MAX_PAIRS:
-            raise InvalidRequestError(
-                f"{name} must have 1 to {MAX_PAIRS} texts, not {len(given.pairs)}.", param=name
-            )
+            raise invalid_field(name, f"must have 1 to {MAX_PAIRS} texts, not {len(given.pairs)}.")
         for side, param in zip(zip(*given.pairs, strict=True), given.params, strict=True):
             if not all(side):
-                raise InvalidRequestError(f"{param} must not have an empty text.", param=param)
+                raise invalid_field(param, "must not have an empty text.")
         instruction = self._instruction(given)
         is_long = are_long(chain.from_iterable(given.pairs))
         texts: list[tuple[int, ...]] = []
@@ -318,15 +306,14 @@ class ScoreValidator:
         if given.instruction is None:
             return DEFAULT_INSTRUCTION
         if not self._answers:
-            raise InvalidRequestError(
-                "instruction requires a reranker whose prompt contains it, such as "
-                f"Qwen3-Reranker; {self._model.name} scores texts without an instruction.",
-                param="instruction",
+            raise invalid_field(
+                "instruction",
+                "requires a reranker whose prompt contains it, such as Qwen3-Reranker; "
+                f"{self._model.name} scores texts without an instruction.",
             )
         if not 1 <= len(given.instruction) <= _MAX_INSTRUCTION:
-            raise InvalidRequestError(
-                f"instruction must have 1 to {_MAX_INSTRUCTION} characters, not "
-                f"{len(given.instruction)}.",
-                param="instruction",
+            raise invalid_field(
+                "instruction",
+                f"must have 1 to {_MAX_INSTRUCTION} characters, not {len(given.instruction)}.",
             )
         return given.instruction

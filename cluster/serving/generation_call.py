@@ -21,6 +21,7 @@ from pagedray.errors import (
     InvalidRequestError,
     OverloadedError,
     PagedRayError,
+    invalid_field,
 )
 from pagedray.request import FinishReason, Request
 from pagedray.sampling_params import MAX_LOGPROBS
@@ -492,9 +493,7 @@ def _search_of(request: Request, length_penalty: float) -> BeamSearch:
     )
     if search.num_logprobs > MAX_LOGPROBS:
         most = MAX_LOGPROBS - search.num_logprobs + sampling.n
-        raise InvalidRequestError(
-            f"n must be from 1 to {most} in a beam search, not {sampling.n}.", param="n"
-        )
+        raise invalid_field("n", f"must be from 1 to {most} in a beam search, not {sampling.n}.")
     return search
 
 

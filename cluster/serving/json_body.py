@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, Valid
 from pydantic_core import from_json
 
 from cluster.serving.intake import LARGEST, RequestSize, check_num_messages
-from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.errors import ContextLengthError, InvalidRequestError, invalid_field
 from pagedray.text import misspelled_name, nearest_name, quote, quote_json
 
 if TYPE_CHECKING:
@@ -192,15 +192,11 @@ def json_text(value: object, param: str, *, most_bytes: int) -> str:
     # Much faster than the other encoder, which would hold the event loop for a large value.
     num_bytes = len(msgspec.json.encode(value))
     if num_bytes > most_bytes:
-        raise InvalidRequestError(
-            f"{param} may have at most {most_bytes} bytes of JSON, not {num_bytes}.", param=param
-        )
+        raise invalid_field(param, f"may have at most {most_bytes} bytes of JSON, not {num_bytes}.")
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
-        raise InvalidRequestError(
-            f"{param} contains a number that JSON cannot represent.", param=param
-        ) from error
+        raise invalid_field(param, "contains a number that JSON cannot represent.") from error
 
 
 def read_arguments(text: str, param: str) -> dict[str, object]:
@@ -215,14 +211,12 @@ def read_arguments(text: str, param: str) -> dict[str, object]:
     except ValueError:
         arguments = _without_halves(text)
     if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
+        raise invalid_field(param, "must be a JSON object as a string.")
     try:
         # The encoder finds infinite numbers faster than Python code does.
         json.dumps(arguments, allow_nan=False)
     except ValueError as error:
-        raise InvalidRequestError(
-            f"{param} has a number that exceeds the range of a double.", param=param
-        ) from error
+        raise invalid_field(param, "has a number that exceeds the range of a double.") from error
     return arguments
 
 
@@ -432,9 +426,7 @@ def _supported(
         if name == "messages" and isinstance(value, list):
             check_num_messages(len(value), size)
         if isinstance(value, list) and len(value) > limit:
-            raise InvalidRequestError(
-                f"{name} may have at most {limit} entries, not {len(value)}.", param=name
-            )
+            raise invalid_field(name, f"may have at most {limit} entries, not {len(value)}.")
     for name, value in given.items():
         if value is None:
             continue
@@ -458,7 +450,7 @@ def _check_ignored(name: str, value: object, rejected: Mapping[str, str]) -> Non
     for inner, reason in rejected.items():
         if value.get(inner) not in (None, False):
             param = f"{name}.{inner}"
-            raise InvalidRequestError(f"{param} is not supported: {reason}.", param=param)
+            raise invalid_field(param, f"is not supported: {reason}.")
 
 
 def _without_nulls(value: object) -> object:
@@ -491,11 +483,9 @@ def missing_field(
         nearest = nearest_name(name, unknown)
         if nearest is not None and _PLAIN_NAME.fullmatch(nearest) is not None:
             wrong = path_of(where, nearest)
-            return InvalidRequestError(
-                f"{wrong} is not supported: did you mean {name}?", param=wrong
-            )
+            return invalid_field(wrong, f"is not supported: did you mean {name}?")
     missing = path_of(where, names[0])
-    return InvalidRequestError(f"{missing} is required.", param=missing)
+    return invalid_field(missing, "is required.")
 
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
@@ -545,7 +535,7 @@ def field_error(error: ValidationError, prefix: str, part: type[BodyPart]) -> In
         expected = _one_of(details["ctx"]["expected"])
     else:
         expected = _EXPECTED.get(kind, "a valid value")
-    return InvalidRequestError(f"{where} must be {expected}, not {quote_json(given)}.", param=where)
+    return invalid_field(where, f"must be {expected}, not {quote_json(given)}.")
 
 
 def _one_of(expected: str) -> str:

@@ -18,7 +18,7 @@ from cluster.serving.text.literal_tokens import MarkedText
 from cluster.serving.text.request_templates import ProgramTemplates, RequestTemplates
 from cluster.serving.text.stable_positions import StablePositions
 from cluster.serving.text.template_arguments import ChatPrompt
-from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.errors import ContextLengthError, InvalidRequestError, invalid_field
 from pagedray.field_checks import check_token_ids
 from pagedray.sampling_params import MAX_N
 from pagedray.text import pluralize, quote
@@ -144,10 +144,9 @@ class PromptReader:
     ) -> tuple[int, ...]:
         infilling = self._tokenizer.infilling
         if infilling is None:
-            raise InvalidRequestError(
-                "suffix is not supported: the model's tokenizer has no known fill-in-the-middle "
-                "tokens.",
-                param="suffix",
+            raise invalid_field(
+                "suffix",
+                "is not supported: the model's tokenizer has no known fill-in-the-middle tokens.",
             )
         for text, name in ((prompt.prefix, param), (prompt.suffix, "suffix")):
             check_unicode(text, name)
@@ -216,7 +215,7 @@ class PromptReader:
 
     async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:
-            raise InvalidRequestError("messages must not be empty.", param="messages")
+            raise invalid_field("messages", "must not be empty.")
         # A message of the body may have become several.
         check_num_messages(len(prompt.messages), self._size)
         marked = await self._rendered(prompt, tenant)
@@ -261,10 +260,10 @@ class PromptReader:
         source = prompt.template
         if source is not None and not prompt.is_template_trusted:
             if self._request_templates is None:
-                raise InvalidRequestError(
-                    "chat_template is not supported: the server must be started with "
+                raise invalid_field(
+                    "chat_template",
+                    "is not supported: the server must be started with "
                     "--trust-request-chat-template.",
-                    param="chat_template",
                 )
             check_unicode(source, "chat_template")
             return await self._request_templates.run(
@@ -328,10 +327,10 @@ class PromptReader:
         """Raise InvalidRequestError if a text contains a token that the model does not know."""
         highest = max(token_ids, default=0)
         if highest >= self._vocab_size:
-            raise InvalidRequestError(
-                f"{param} contains a text whose token id is {highest}, but the ids of the model "
-                f"are 0 to {self._vocab_size - 1}.",
-                param=param,
+            raise invalid_field(
+                param,
+                f"contains a text whose token id is {highest}, but the ids of the model are 0 to "
+                f"{self._vocab_size - 1}.",
             )
 
 
@@ -399,8 +398,8 @@ def check_unicode(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param} contains a lone surrogate, which is not valid Unicode.", param=param
+        raise invalid_field(
+            param, "contains a lone surrogate, which is not valid Unicode."
         ) from error
 
 
@@ -421,7 +420,7 @@ def check_call(given: GenerationInput) -> None:
 def check_num_sequences(num_prompts: int, n: int) -> None:
     """Raise InvalidRequestError if a call has no prompt or too many sequences."""
     if num_prompts == 0:
-        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        raise invalid_field("prompt", "must not be empty.")
     if num_prompts * n > MAX_N:
         raise InvalidRequestError(
             f"n = {n} for {pluralize(num_prompts, 'prompt')} requests {num_prompts * n} sequences; "
@@ -433,9 +432,8 @@ def check_num_sequences(num_prompts: int, n: int) -> None:
 def check_truncation(num_kept: int | None) -> None:
     """Raise InvalidRequestError if a prompt cannot be truncated to a number of tokens."""
     if num_kept is not None and num_kept != -1 and num_kept < 1:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens must be -1, or 1 or more, not {quote(num_kept)}.",
-            param="truncate_prompt_tokens",
+        raise invalid_field(
+            "truncate_prompt_tokens", f"must be -1, or 1 or more, not {quote(num_kept)}."
         )
 
 
@@ -443,25 +441,22 @@ def _check_client_id(client_id: str | None) -> None:
     if client_id is None:
         return
     if not (0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
-        raise InvalidRequestError(
-            f"request_id must have 1 to {MAX_CLIENT_ID_LENGTH} printable characters.",
-            param="request_id",
+        raise invalid_field(
+            "request_id", f"must have 1 to {MAX_CLIENT_ID_LENGTH} printable characters."
         )
 
 
 def _check_priority(priority: int) -> None:
     if not -_MAX_PRIORITY - 1 <= priority <= _MAX_PRIORITY:
-        raise InvalidRequestError(
-            f"priority must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}.",
-            param="priority",
+        raise invalid_field(
+            "priority", f"must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}."
         )
 
 
 def _check_cache_salt(salt: str) -> None:
     if len(salt) > MAX_SALT_LENGTH:
-        raise InvalidRequestError(
-            f"cache_salt may have at most {MAX_SALT_LENGTH} characters, not {len(salt)}.",
-            param="cache_salt",
+        raise invalid_field(
+            "cache_salt", f"may have at most {MAX_SALT_LENGTH} characters, not {len(salt)}."
         )
     check_unicode(salt, "cache_salt")
 

@@ -43,6 +43,7 @@ from pagedray.errors import (
     OverloadedError,
     PagedRayError,
     ShuttingDownError,
+    invalid_field,
 )
 from pagedray.field_checks import check_token_ids
 
@@ -398,9 +399,8 @@ class Servicer:
         self.validator.check_model(model)
         context = self.config.max_model_len
         if len(token_ids) > context:
-            raise InvalidRequestError(
-                f"{param} has {len(token_ids)} token ids, but the context length is {context}.",
-                param=param,
+            raise invalid_field(
+                param, f"has {len(token_ids)} token ids, but the context length is {context}."
             )
         check_token_ids(token_ids, self.config.model.vocab_size, param)
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)

@@ -40,7 +40,7 @@ from cluster.structured.compiler import StructureCompiler
 from cluster.structured.messages import limits_for
 from cluster.structured.token_matchers import vocabulary_of
 from pagedray.batch import pack_token_ids
-from pagedray.errors import InvalidRequestError, OutputLengthError, PromptLengthError
+from pagedray.errors import InvalidRequestError, OutputLengthError, PromptLengthError, invalid_field
 from pagedray.field_checks import check_token_ids
 from pagedray.request import Request
 from pagedray.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, Structure, StructureKind
@@ -289,7 +289,7 @@ class Validator:
         self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
     ) -> tuple[int, ...]:
         if prompt == "":
-            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+            raise invalid_field("prompt", "must not be empty.")
         if isinstance(prompt, tuple):
             # The reader does not check the ids of a prompt that exceeds the context.
             prompt = self._truncated(prompt, sampling, given)
@@ -320,7 +320,7 @@ class Validator:
 
     def _check_prompt_length(self, num_tokens: int, param: str) -> None:
         if num_tokens == 0:
-            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+            raise invalid_field(param, "must not be empty.")
         if num_tokens + 1 > self._context:
             raise PromptLengthError(num_tokens, self._context, param=param)
 
@@ -403,15 +403,13 @@ def check_choice(
         if not sampling.ignore_eos:
             left.difference_update(end_token_ids)
         if not left:
-            raise InvalidRequestError(
-                "allowed_token_ids must contain a token that does not end the output if "
-                "min_tokens is set.",
-                param="allowed_token_ids",
+            raise invalid_field(
+                "allowed_token_ids",
+                "must contain a token that does not end the output if min_tokens is set.",
             )
     if left and left.issubset(token_ids[-1] for token_ids in bad_token_ids):
-        raise InvalidRequestError(
-            "allowed_token_ids must contain a token that does not end one of bad_words.",
-            param="allowed_token_ids",
+        raise invalid_field(
+            "allowed_token_ids", "must contain a token that does not end one of bad_words."
         )
 
 
@@ -421,10 +419,10 @@ def check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
         return
     num_values = num_prompt_tokens * (number + 1)
     if num_values > _MAX_PROMPT_LOGPROBS:
-        raise InvalidRequestError(
-            f"prompt_logprobs = {number} for a prompt of {pluralize(num_prompt_tokens, 'token')} "
-            f"requests {num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
-            param="prompt_logprobs",
+        raise invalid_field(
+            "prompt_logprobs",
+            f"= {number} for a prompt of {pluralize(num_prompt_tokens, 'token')} requests "
+            f"{num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
         )
 
 
@@ -432,18 +430,18 @@ def check_reasoning_budget(reasoning: Reasoning | None, prompts: Sequence[Prompt
     """Raise InvalidRequestError if the reasoning after the prompts cannot be limited."""
     param = "thinking_token_budget"
     if not all(isinstance(prompt, ChatPrompt) for prompt in prompts):
-        raise InvalidRequestError(f"{param} requires a conversation.", param=param)
+        raise invalid_field(param, "requires a conversation.")
     if reasoning is None:
-        raise InvalidRequestError(
-            f"{param} is not supported: the model does not reason, or the server does not know "
-            "the format (--reasoning-format).",
-            param=param,
+        raise invalid_field(
+            param,
+            "is not supported: the model does not reason, or the server does not know the format "
+            "(--reasoning-format).",
         )
     if reasoning.has_channels:
-        raise InvalidRequestError(
-            f"{param} is not supported for a model that may reason several times in a turn: use "
+        raise invalid_field(
+            param,
+            "is not supported for a model that may reason several times in a turn: use "
             "reasoning_effort.",
-            param=param,
         )
 
 
@@ -451,19 +449,17 @@ def _check_structure(structure: object) -> None:
     if structure is None:
         return
     if not isinstance(structure, Structure):
-        raise InvalidRequestError("structure must be a Structure.", param="structure")
+        raise invalid_field("structure", "must be a Structure.")
     if structure.kind not in get_args(StructureKind) or not isinstance(structure.text, str):
-        raise InvalidRequestError(
-            f"structure must have a text and a kind: {', '.join(get_args(StructureKind))}.",
-            param="structure",
+        raise invalid_field(
+            "structure", f"must have a text and a kind: {', '.join(get_args(StructureKind))}."
         )
     # Strings that cannot be encoded do not reach the compiler.
     for text in (structure.text, structure.mark, *_strings_of(structure.headers)):
         if not isinstance(text, str):
-            raise InvalidRequestError(
-                "structure must have a string as its mark, and a tuple of pairs of strings as its "
-                "headers.",
-                param="structure",
+            raise invalid_field(
+                "structure",
+                "must have a string as its mark, and a tuple of pairs of strings as its headers.",
             )
         check_unicode(text, "structure")
 

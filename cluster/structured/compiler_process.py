@@ -43,7 +43,7 @@ from cluster.structured.messages import (
     GrammarText,
     Rejected,
 )
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.machine import lower_priority
 from pagedray.sampling_params import Structure
 
@@ -217,14 +217,14 @@ def _try_out(library: XGrammarLibrary, compiled: Any, limits: CompileLimits) -> 
         allowed = matcher.allowed_ids(library.vocab_size)
         if not len(allowed):
             if index == 0 and not matcher.is_complete:
-                raise InvalidRequestError(
-                    "structure matches no text that the model's tokens can form.", param="structure"
+                raise invalid_field(
+                    "structure", "matches no text that the model's tokens can form."
                 )
             return
         matcher.accept_token(int(allowed[generator.randrange(len(allowed))]))
         if time.thread_time() - started_s > limits.mask_s:
-            raise InvalidRequestError(
-                "structure is too ambiguous: computing its masks takes too long.", param="structure"
+            raise invalid_field(
+                "structure", "is too ambiguous: computing its masks takes too long."
             )
         if matcher.has_ended or time.thread_time() > until_s:
             return

@@ -13,7 +13,7 @@ from cluster.serving.openai.bodies.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.bodies.messages import Message, read_messages, read_tools, tools_field
 from cluster.serving.text.template_arguments import MAX_DOCUMENTS, ChatPrompt, TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,11 +68,11 @@ class TokenizeBody(Body):
             )
         for name in ("tools", "chat_template", "chat_template_kwargs", "documents"):
             if not has_messages and getattr(self, name) not in (None, {}, []):
-                raise InvalidRequestError(f"{name} requires messages.", param=name)
+                raise invalid_field(name, "requires messages.")
         if has_messages and self.add_special_tokens:
-            raise InvalidRequestError(
-                "add_special_tokens requires prompt; a chat template adds its own special tokens.",
-                param="add_special_tokens",
+            raise invalid_field(
+                "add_special_tokens",
+                "requires prompt; a chat template adds its own special tokens.",
             )
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
@@ -122,4 +122,4 @@ class DetokenizeBody(Body):
         """Return the token ids. Raises InvalidRequestError."""
         if isinstance(self.tokens, list) and all(type(one) is int for one in self.tokens):
             return tuple(self.tokens)
-        raise InvalidRequestError("tokens must be a list of token ids.", param="tokens")
+        raise invalid_field("tokens", "must be a list of token ids.")

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 from cluster.serving.json_body import OpenPart, described, missing_field, named_schema, read_part
 from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, check_id
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,14 +116,10 @@ def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> tuple[ChatMess
             messages.append(ChatMessage(message.role, message.content))
             continue
         if not isinstance(message.content, list):
-            raise InvalidRequestError(
-                f"{where} must be a string or a list of content blocks.", param=where
-            )
+            raise invalid_field(where, "must be a string or a list of content blocks.")
         # The assistant's may be empty: so is the response of a model that ends at once.
         if not message.content and message.role != "assistant":
-            raise InvalidRequestError(
-                f"{where} must contain at least one content block.", param=where
-            )
+            raise invalid_field(where, "must contain at least one content block.")
         if message.role == "system":
             text = read_text(message.content, where)
             messages.append(ChatMessage("system", text))
@@ -155,17 +151,13 @@ def _texts(given: object, where: str) -> list[str]:
     if given is None or isinstance(given, str):
         return [given or ""]
     if not isinstance(given, list):
-        raise InvalidRequestError(
-            f"{where} must be a string or a list of text blocks.", param=where
-        )
+        raise invalid_field(where, "must be a string or a list of text blocks.")
     texts: list[str] = []
     for place, one in enumerate(given):
         block = _block_of(one, f"{where}.{place}", None)
         if not isinstance(block, TextBlock):
             param = f"{where}.{place}"
-            raise InvalidRequestError(
-                f"{param} must be a text block, not {block.type}.", param=param
-            )
+            raise invalid_field(param, f"must be a text block, not {block.type}.")
         texts.append(block.text)
     return texts
 
@@ -176,27 +168,25 @@ def _block_of(given: object, where: str, role: str | None) -> _Block:
         raise missing_field(("type",), given, where, BLOCKS.values())
     part = BLOCKS.get(kind) if isinstance(kind, str) else None
     if isinstance(kind, str) and kind in _MEDIA:
-        raise InvalidRequestError(
-            f"{where} is not supported: the model only reads text, not {kind} blocks.", param=where
+        raise invalid_field(
+            where, f"is not supported: the model only reads text, not {kind} blocks."
         )
     if not isinstance(given, dict) or part is None:
         shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"
-        raise InvalidRequestError(
-            f"{where} is not supported: content blocks of {shown}; the model reads "
+        raise invalid_field(
+            where,
+            f"is not supported: content blocks of {shown}; the model reads "
             f"{', '.join(sorted(BLOCKS))}.",
-            param=where,
         )
     assert isinstance(kind, str)
     if role is not None and _ROLES.get(kind, role) != role:
-        raise InvalidRequestError(
-            f"{where} of type {kind} requires role = {_ROLES[kind]}.", param=where
-        )
+        raise invalid_field(where, f"of type {kind} requires role = {_ROLES[kind]}.")
     block = read_part(part, given, where)
     if isinstance(block, ToolUseBlock):
         check_id(block.id, f"{where}.id")
         check_id(block.name, f"{where}.name")
         if not isinstance(block.input, dict):
-            raise InvalidRequestError(f"{where}.input must be an object.", param=f"{where}.input")
+            raise invalid_field(f"{where}.input", "must be an object.")
     if isinstance(block, ToolResultBlock):
         check_id(block.tool_use_id, f"{where}.tool_use_id")
     return block

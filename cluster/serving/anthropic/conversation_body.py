@@ -41,7 +41,7 @@ from cluster.serving.text.template_arguments import (
 from cluster.serving.tools.tool import MAX_TOOLS, NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_each_tool
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.sampling_params import MAX_STOP, MAX_STOP_LENGTH, Structure
 
 if TYPE_CHECKING:
@@ -79,16 +79,14 @@ class AnthropicToolChoice(BodyPart):
 def read_anthropic_tool(given: object, where: str) -> Tool:
     """Return the tool of a request, `where` in it. Raises InvalidRequestError."""
     if isinstance(given, dict) and given.get("type") not in (None, "custom"):
-        raise InvalidRequestError(
-            f"{where}.type must be custom: {NO_TOOLS_OF_ANTHROPIC}.", param=f"{where}.type"
-        )
+        raise invalid_field(f"{where}.type", f"must be custom: {NO_TOOLS_OF_ANTHROPIC}.")
     schema = given.get("input_schema") if isinstance(given, dict) else None
     # Nulls in the schema are values.
     kept = {**given, "input_schema": {}} if isinstance(given, dict) and schema else given
     read = read_part(AnthropicTool, kept, where)
     if not isinstance(schema, dict):
         param = f"{where}.input_schema"
-        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+        raise invalid_field(param, "must be a JSON Schema object.")
     tool = Tool(
         name=read.name,
         description=read.description,
@@ -107,7 +105,7 @@ def read_anthropic_choice(given: AnthropicToolChoice | None, *, has_tools: bool)
     is_parallel = not given.disable_parallel_tool_use
     if given.type == "tool":
         if given.name is None:
-            raise InvalidRequestError("tool_choice.name is required.", param="tool_choice.name")
+            raise invalid_field("tool_choice.name", "is required.")
         return ToolChoice(kind="named", name=given.name, is_parallel=is_parallel)
     if given.type == "any":
         return ToolChoice(kind="required", is_parallel=is_parallel)
@@ -218,9 +216,9 @@ class ConversationBody(Body):
             return
         param = "thinking.budget_tokens"
         if self.thinking is not None and self.thinking.type != "enabled":
-            raise InvalidRequestError(f"{param} requires thinking.type = enabled.", param=param)
+            raise invalid_field(param, "requires thinking.type = enabled.")
         if budget < 0:
-            raise InvalidRequestError(f"{param} must be 0 or more, not {budget}.", param=param)
+            raise invalid_field(param, f"must be 0 or more, not {budget}.")
 
     @property
     def thinking_budget(self) -> int | None:
@@ -248,9 +246,7 @@ class ConversationBody(Body):
         is_open = bool(self.messages) and self.messages[-1].role == "assistant"
         if is_open and messages[-1].tool_calls:
             where = f"messages.{len(self.messages) - 1}"
-            raise InvalidRequestError(
-                f"{where} ends with a tool call, whose result must follow.", param=where
-            )
+            raise invalid_field(where, "ends with a tool call, whose result must follow.")
         arguments = self._template_arguments(support, note_ignored)
         return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)
 
@@ -282,7 +278,7 @@ class ConversationBody(Body):
     def read_output_config(self) -> OutputConfig:
         """Return `output_config`, which is given. Raises InvalidRequestError."""
         if not isinstance(self.output_config, dict):
-            raise InvalidRequestError("output_config must be an object.", param="output_config")
+            raise invalid_field("output_config", "must be an object.")
         # Nulls in the schema are values.
         kept = {name: one for name, one in self.output_config.items() if name != "format"}
         read = read_part(OutputConfig, kept, "output_config")
@@ -472,9 +468,7 @@ class MessagesBody(ConversationBody):
         schema = given.get("schema") if isinstance(given, dict) else None
         read_part(OutputFormat, {**given, "schema": {}} if schema is not None else given, param)
         if not isinstance(schema, dict):
-            raise InvalidRequestError(
-                f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
-            )
+            raise invalid_field(f"{param}.schema", "must be a JSON Schema.")
         text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
         return Structure(kind="json_schema", text=text)
 

@@ -18,7 +18,7 @@ from cluster.serving.json_body import Body, read_body
 from cluster.serving.open_calls import OpenCall
 from cluster.serving.telemetry.log_lines import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -90,9 +90,8 @@ class HttpCall:
         if given is None:
             return None
         if not (given.isascii() and given.isdecimal() and len(given) <= _MOST_DIGITS):
-            raise InvalidRequestError(
-                "Last-Event-ID must be the id of an event, which is a number, or 0.",
-                param="Last-Event-ID",
+            raise invalid_field(
+                "Last-Event-ID", "must be the id of an event, which is a number, or 0."
             )
         return int(given)
 

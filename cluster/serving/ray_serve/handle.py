@@ -22,7 +22,7 @@ from cluster.serving.inputs import (
     ScoreInput,
 )
 from cluster.serving.text.template_arguments import ChatPrompt
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.field_checks import MAX_COUNT, check_bool
 from pagedray.sampling_params import SamplingParams
 from pagedray.text import nearest_name
@@ -171,25 +171,21 @@ class ServeHandle:
 def _read_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
     read = prompt if isinstance(prompt, ChatPrompt) else _read_text(prompt)
     if read is None:
-        raise InvalidRequestError(
-            f"prompt must be a string, token ids or a ChatPrompt, not {type(prompt).__name__}.",
-            param="prompt",
+        raise invalid_field(
+            "prompt", f"must be a string, token ids or a ChatPrompt, not {type(prompt).__name__}."
         )
     return read
 
 
 def _read_texts(prompts: Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
     if not isinstance(prompts, list | tuple) or len(prompts) > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompts must be a list of at most {MAX_PROMPTS} texts.", param="prompts"
-        )
+        raise invalid_field("prompts", f"must be a list of at most {MAX_PROMPTS} texts.")
     texts = []
     for prompt in prompts:
         text = _read_text(prompt)
         if text is None:
-            raise InvalidRequestError(
-                f"prompts must be strings or token ids, not {type(prompt).__name__}.",
-                param="prompts",
+            raise invalid_field(
+                "prompts", f"must be strings or token ids, not {type(prompt).__name__}."
             )
         texts.append(text)
     return tuple(texts)
@@ -210,9 +206,8 @@ def _read_sampling(given: object) -> dict[str, object]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise InvalidRequestError(
-            f"sampling must be SamplingParams or a dictionary, not {type(given).__name__}.",
-            param="sampling",
+        raise invalid_field(
+            "sampling", f"must be SamplingParams or a dictionary, not {type(given).__name__}."
         )
     for name in given:
         if name not in _SAMPLING_NAMES and name not in _TEXT_DEFAULTS:
@@ -232,23 +227,23 @@ def _fields_of(params: SamplingParams) -> dict[str, object]:
         del fields["max_tokens"]
     for name, allowed in _OTHER_VALUES.items():
         if (value := fields.pop(name, allowed[0])) not in allowed:
-            raise InvalidRequestError(
-                f"{name} = {value!s:.40} is not supported: outputs of a handle have the "
-                "text and tokens since the previous one.",
-                param=name,
+            raise invalid_field(
+                name,
+                f"= {value!s:.40} is not supported: outputs of a handle have the text and tokens "
+                "since the previous one.",
             )
     return fields
 
 
 def _read_int(given: object, param: str) -> int:
     if type(given) is not int:
-        raise InvalidRequestError(f"{param} must be an integer, not {given!r:.80}.", param=param)
+        raise invalid_field(param, f"must be an integer, not {given!r:.80}.")
     return given
 
 
 def _check_text(given: object, param: str) -> None:
     if given is not None and not isinstance(given, str):
-        raise InvalidRequestError(f"{param} must be a string, not {given!r:.80}.", param=param)
+        raise invalid_field(param, f"must be a string, not {given!r:.80}.")
 
 
 def _read_deadline(timeout_s: float | None) -> float | None:
@@ -256,19 +251,15 @@ def _read_deadline(timeout_s: float | None) -> float | None:
         return None
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if not (is_number and 0 < timeout_s <= MAX_TIMEOUT_S):
-        raise InvalidRequestError(
-            f"timeout_s must be in (0, {MAX_TIMEOUT_S}], not {timeout_s!r:.80}.", param="timeout_s"
-        )
+        raise invalid_field("timeout_s", f"must be in (0, {MAX_TIMEOUT_S}], not {timeout_s!r:.80}.")
     return time.monotonic() + timeout_s
 
 
 def _read_pairs(query: object, documents: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(query, str) or not query:
-        raise InvalidRequestError("query must be a non-empty string.", param="query")
+        raise invalid_field("query", "must be a non-empty string.")
     if not isinstance(documents, list | tuple) or not all(
         isinstance(document, str) and document for document in documents
     ):
-        raise InvalidRequestError(
-            "documents must be a list of non-empty strings.", param="documents"
-        )
+        raise invalid_field("documents", "must be a list of non-empty strings.")
     return tuple((query, document) for document in documents)

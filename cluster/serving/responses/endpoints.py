@@ -30,7 +30,7 @@ from cluster.serving.responses.stored_responses import StoredTurn
 from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt
 from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -213,10 +213,10 @@ class _Handlers:
         if given is None:
             return None
         if not self._store.is_enabled:
-            raise InvalidRequestError(
-                "previous_response_id is not supported, because responses are not stored; "
-                "send the earlier items as input.",
-                param="previous_response_id",
+            raise invalid_field(
+                "previous_response_id",
+                "is not supported, because responses are not stored; send the earlier items as "
+                "input.",
             )
         return await self._store.find_previous(tenant, given)
 

@@ -24,7 +24,7 @@ from cluster.serving.text.template_arguments import (
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_allowed
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 
 if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
@@ -169,7 +169,7 @@ class InputBody(Body):
         if self.text is None:
             return requested
         if not isinstance(self.text, dict):
-            raise InvalidRequestError("text must be an object.", param="text")
+            raise invalid_field("text", "must be an object.")
         given, param = self.text.get("format"), "text.format"
         kept = {name: one for name, one in self.text.items() if name != "format"}
         read_part(TextConfig, kept, "text")
@@ -183,9 +183,7 @@ class InputBody(Body):
             requested.add_structure("json_object", "", param)
         elif read.type == "json_schema":
             if not isinstance(schema, dict):
-                raise InvalidRequestError(
-                    f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
-                )
+                raise invalid_field(f"{param}.schema", "must be a JSON Schema.")
             text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
             requested.add_structure("json_schema", text, param)
         return requested

@@ -21,7 +21,7 @@ from cluster.serving.json_body import (
 from cluster.serving.openai.bodies.messages import RefusalPart, TextPart
 from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, MAX_TOOLS, NAME_PATTERN, Tool, check_id
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.text import nearest_name, quote, quote_json
 
 if TYPE_CHECKING:
@@ -186,9 +186,7 @@ def read_items(given: object) -> tuple[ChatMessage, ...]:
     if isinstance(given, str):
         return (ChatMessage("user", given),)
     if not isinstance(given, list) or not given:
-        raise InvalidRequestError(
-            "input must be a string or a non-empty list of items.", param="input"
-        )
+        raise invalid_field("input", "must be a string or a non-empty list of items.")
     items: list[_Item] = []
     for index, one in enumerate(given):
         items.append(_item_of(one, f"input.{index}"))
@@ -224,7 +222,7 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> None:
 
 def _item_of(given: object, where: str) -> _Item:
     if not isinstance(given, dict):
-        raise InvalidRequestError(f"{where} must be an object.", param=where)
+        raise invalid_field(where, "must be an object.")
     if not given.get("type") and given.get("role") is None:
         # Only messages may do without their type.
         raise missing_field(("type", "role"), given, where, ITEMS.values())
@@ -232,10 +230,9 @@ def _item_of(given: object, where: str) -> _Item:
     part = ITEMS.get(kind) if isinstance(kind, str) else None
     if part is None:
         shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"
-        raise InvalidRequestError(
-            f"{where} is not supported: items of {shown}; the model reads "
-            f"{', '.join(sorted(ITEMS))}.",
-            param=where,
+        raise invalid_field(
+            where,
+            f"is not supported: items of {shown}; the model reads {', '.join(sorted(ITEMS))}.",
         )
     return read_part(part, given, where)
 
@@ -244,7 +241,7 @@ def _text_of(given: object, where: str, *, role: str) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
+        raise invalid_field(where, "must be a string or a list of text parts.")
     texts: list[str] = []
     for index, one in enumerate(given):
         texts.append(_part_text(one, f"{where}.{index}", role))
@@ -254,8 +251,8 @@ def _text_of(given: object, where: str, *, role: str) -> str:
 def _part_text(given: object, where: str, role: str) -> str:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
-        raise InvalidRequestError(
-            f"{where} is not supported: the model only reads text, not {kind} parts.", param=where
+        raise invalid_field(
+            where, f"is not supported: the model only reads text, not {kind} parts."
         )
     if kind == "refusal" and role == "assistant":
         return read_part(RefusalPart, given, where).refusal
@@ -267,14 +264,14 @@ def _thoughts_of(given: object, where: str) -> str:
         return ""
     texts = [one.get("text") if isinstance(one, dict) else None for one in _list_of(given, where)]
     if not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError(f"{where} must have parts with a text.", param=where)
+        raise invalid_field(where, "must have parts with a text.")
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def _list_of(given: object, where: str) -> Sequence[object]:
     if isinstance(given, list):
         return given
-    raise InvalidRequestError(f"{where} must be a list.", param=where)
+    raise invalid_field(where, "must be a list.")
 
 
 def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
@@ -303,14 +300,11 @@ class ItemsQuery:
         limit, order = given.get("limit", "20"), given.get("order", "desc")
         is_number = limit.isascii() and limit.isdecimal() and len(limit) < 4
         if not (is_number and 1 <= int(limit) <= _MOST_ITEMS):
-            raise InvalidRequestError(
-                f"limit must be an integer from 1 to {_MOST_ITEMS}, not {quote(limit)}.",
-                param="limit",
+            raise invalid_field(
+                "limit", f"must be an integer from 1 to {_MOST_ITEMS}, not {quote(limit)}."
             )
         if order not in _ORDERS:
-            raise InvalidRequestError(
-                f"order must be asc or desc, not {quote(order)}.", param="order"
-            )
+            raise invalid_field("order", f"must be asc or desc, not {quote(order)}.")
         return cls(after=given.get("after"), limit=int(limit), is_ascending=order == "asc")
 
 
@@ -353,9 +347,8 @@ def items_page(messages: Sequence[ChatMessage], response_id: str, query: ItemsQu
         end = query.after.rpartition("_")[2]
         is_place = end.isascii() and end.isdecimal() and len(end) <= len(str(len(items)))
         if not (is_place and int(end) in places and id_at(int(end)) == query.after):
-            raise InvalidRequestError(
-                f"after must be the id of an item of the input, not {quote(query.after)}.",
-                param="after",
+            raise invalid_field(
+                "after", f"must be the id of an item of the input, not {quote(query.after)}."
             )
         places = places[places.index(int(end)) + 1 :]
     chosen = places[: query.limit]
@@ -421,9 +414,9 @@ def read_query(params: QueryParams, known: Collection[str]) -> dict[str, str]:
             nearest = nearest_name(name, known)
             hint = "." if nearest is None else f": did you mean {nearest}?"
             shown = name if name.isidentifier() and len(name) <= 64 else quote(name)
-            raise InvalidRequestError(f"{shown} is not supported in the query{hint}", param=shown)
+            raise invalid_field(shown, f"is not supported in the query{hint}")
         if name in found and name != INCLUDE:
-            raise InvalidRequestError(f"{name} is given twice in the query.", param=name)
+            raise invalid_field(name, "is given twice in the query.")
         found[name] = value
     return found
 
@@ -439,14 +432,9 @@ def check_whole(params: QueryParams) -> None:
     given = read_query(params, (INCLUDE, "include_obfuscation", "starting_after", "stream"))
     check_include(params)
     if given.get("stream", "false") != "false":
-        raise InvalidRequestError(
-            "stream must be false: a stored response is complete.", param="stream"
-        )
+        raise invalid_field("stream", "must be false: a stored response is complete.")
     if "starting_after" in given:
-        raise InvalidRequestError(
-            "starting_after is not supported: a stored response is complete.",
-            param="starting_after",
-        )
+        raise invalid_field("starting_after", "is not supported: a stored response is complete.")
 
 
 class FunctionTool(OpenPart):
@@ -499,7 +487,7 @@ class FunctionTools:
         if given is None:
             return
         if not isinstance(given, list):
-            raise InvalidRequestError(f"{param} must be a list.", param=param)
+            raise invalid_field(param, "must be a list.")
         for index, one in enumerate(given):
             where = f"{param}.{index}"
             if isinstance(one, dict) and one.get("type") == "namespace":
@@ -513,9 +501,7 @@ class FunctionTools:
         read = read_part(NamespaceTool, {**given, "tools": []} if inside else given, where)
         if not isinstance(inside, list) or len(inside) > MAX_TOOLS:
             param = f"{where}.tools"
-            raise InvalidRequestError(
-                f"{param} must be a list of at most {MAX_TOOLS} functions.", param=param
-            )
+            raise invalid_field(param, f"must be a list of at most {MAX_TOOLS} functions.")
         for index, one in enumerate(inside):
             tool = _tool_of(one, f"{where}.tools.{index}", namespace=read.name)
             self.tools.append(tool)
@@ -531,10 +517,10 @@ def model_name(name: str, namespace: str | None) -> str:
 def _tool_of(given: object, where: str, *, namespace: str | None = None) -> Tool:
     kind = given.get("type") if isinstance(given, dict) else None
     if isinstance(given, dict) and kind != "function" and kind is not None:
-        raise InvalidRequestError(
-            f"{where}.type must be function{'' if namespace else ' or namespace'}: OpenAI's own "
-            "tools are not available.",
-            param=f"{where}.type",
+        raise invalid_field(
+            f"{where}.type",
+            f"must be function{('' if namespace else ' or namespace')}: OpenAI's own tools are "
+            "not available.",
         )
     schema = given.get("parameters") if isinstance(given, dict) else None
     # Nulls in the schema are values.
@@ -542,7 +528,7 @@ def _tool_of(given: object, where: str, *, namespace: str | None = None) -> Tool
     read = read_part(FunctionTool, kept, where)
     if schema is not None and not isinstance(schema, Mapping):
         param = f"{where}.parameters"
-        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+        raise invalid_field(param, "must be a JSON Schema object.")
     name = model_name(read.name, namespace)
     tool = Tool(
         name=name,

@@ -23,7 +23,7 @@ from cluster.serving.openai.bodies.sampling_fields import (
 )
 from cluster.serving.responses.input_body import InputBody
 from cluster.serving.responses.items import check_included_fields
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 
 if TYPE_CHECKING:
     from cluster.serving.openai.bodies.sampling_fields import RequestedStructure
@@ -130,7 +130,7 @@ class ResponsesBody(InputBody, SamplingFields):
         if self.include is None:
             return
         if not isinstance(self.include, list):
-            raise InvalidRequestError("include must be a list of strings.", param="include")
+            raise invalid_field("include", "must be a list of strings.")
         check_included_fields(self.include)
 
     def to_input(
@@ -246,8 +246,8 @@ def _check_labels(labels: object) -> None:
         or any(len(name) > _MAX_LABEL_NAME for name in labels)
         or any(not isinstance(one, str) or len(one) > _MAX_LABEL_LENGTH for one in labels.values())
     ):
-        raise InvalidRequestError(
-            f"metadata must be an object of at most {_MAX_LABELS} strings of up to "
-            f"{_MAX_LABEL_LENGTH} characters, with names of up to {_MAX_LABEL_NAME}.",
-            param="metadata",
+        raise invalid_field(
+            "metadata",
+            f"must be an object of at most {_MAX_LABELS} strings of up to {_MAX_LABEL_LENGTH} "
+            f"characters, with names of up to {_MAX_LABEL_NAME}.",
         )

@@ -20,7 +20,7 @@ from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, check_tools
 from cluster.serving.tools.turn_reader import TurnDelta
 from cluster.serving.tools.turns import Turns
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.field_checks import check_size
 from pagedray.request import FinishReason
 from pagedray.sampling_params import Structure
@@ -103,7 +103,7 @@ class Chat:
         if structure is not None:
             given = replace(given, sampling={**given.sampling, "structure": structure})
         if self._tools.is_read and given.beam_length_penalty is not None:
-            raise InvalidRequestError("tools cannot be combined with beam_search.", param="tools")
+            raise invalid_field("tools", "cannot be combined with beam_search.")
         if self._tools.is_read:
             # Many models mark tool calls by special tokens.
             given = replace(given, skips_special_tokens=False)
@@ -174,10 +174,9 @@ def read_tokenize(
     if kind == "text":
         return tokenize_input(message.text, message, tenant)
     if message.HasField("add_special_tokens") and not message.add_special_tokens:
-        raise InvalidRequestError(
-            "add_special_tokens = false requires text; a chat template adds its own special "
-            "tokens.",
-            param="add_special_tokens",
+        raise invalid_field(
+            "add_special_tokens",
+            "= false requires text; a chat template adds its own special tokens.",
         )
     conversation = message.conversation
     tools = _read_tools(conversation.tools)
@@ -229,9 +228,7 @@ def _read_message(message: pb.ChatMessage, place: int) -> ChatMessage:
     where = f"messages.{place}"
     if role is None:
         names = ", ".join(pb.ChatRole.Name(number) for number in _ROLES)
-        raise InvalidRequestError(
-            f"{where}.role must be one of {names}, not {message.role}.", param=f"{where}.role"
-        )
+        raise invalid_field(f"{where}.role", f"must be one of {names}, not {message.role}.")
     written = "".join(call.arguments for call in message.tool_calls)
     check_counts(written.encode(), f"{where}.tool_calls")
     calls: list[MessageToolCall] = []
@@ -259,9 +256,8 @@ def _read_choice(message: pb.ChatRequest) -> ToolChoice:
         choice = _MODES[message.tool_choice.mode]
     else:
         names = ", ".join(pb.ToolChoiceMode.Name(number) for number in _MODES)
-        raise InvalidRequestError(
-            f"tool_choice.mode must be one of {names}, not {message.tool_choice.mode}.",
-            param="tool_choice.mode",
+        raise invalid_field(
+            "tool_choice.mode", f"must be one of {names}, not {message.tool_choice.mode}."
         )
     return replace(choice, is_parallel=is_parallel)
 

@@ -25,7 +25,7 @@ from cluster.serving.inputs import (
     ScoreInput,
     TokenizeInput,
 )
-from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.errors import ContextLengthError, InvalidRequestError, invalid_field
 from pagedray.field_checks import check_size
 from pagedray.sampling_params import (
     MAX_ALLOWED,
@@ -111,11 +111,9 @@ def read_generation(message: pb.GenerateRequest, call: RpcCall, tenant: Tenant) 
     prompt: Prompt = _read_prompt(message)
     if message.suffix:
         if message.WhichOneof("prompt") != "text":
-            raise InvalidRequestError("suffix requires text.", param="suffix")
+            raise invalid_field("suffix", "requires text.")
         if message.HasField("truncate_prompt_tokens"):
-            raise InvalidRequestError(
-                "suffix cannot be combined with truncate_prompt_tokens.", param="suffix"
-            )
+            raise invalid_field("suffix", "cannot be combined with truncate_prompt_tokens.")
         prompt = InfillPrompt(message.text, message.suffix)
     given = generation_input(prompt, message, call, tenant)
     return replace(given, adds_special_tokens=_or_true(message, "add_special_tokens"))
@@ -151,9 +149,7 @@ def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> E
     """Return the input of an Embed request. Raises InvalidRequestError."""
     check_size("prompts", len(message.prompts), MAX_PROMPTS)
     if message.pooling not in _POOLINGS:
-        raise InvalidRequestError(
-            f"pooling has unknown enum value {message.pooling}.", param="pooling"
-        )
+        raise invalid_field("pooling", f"has unknown enum value {message.pooling}.")
     return EmbeddingInput(
         prompts=tuple(_read_prompt(prompt) for prompt in message.prompts),
         pooling=_POOLINGS[message.pooling],
@@ -203,9 +199,7 @@ def check_resume(message: pb.GenerateRequest | pb.ChatRequest) -> None:
         )
     for field, _ in message.ListFields():
         if field.name not in _RESUME_FIELDS:
-            raise InvalidRequestError(
-                f"{field.name} cannot be combined with resume_from.", param=field.name
-            )
+            raise invalid_field(field.name, "cannot be combined with resume_from.")
 
 
 def _check_known_fields(message: Message, body: bytes) -> None:
@@ -243,10 +237,7 @@ def _max_prompt_tokens(message: _Truncated) -> int | None:
 
 def _truncates_end(message: _Truncated, *, default: bool) -> bool:
     if message.truncation_side not in pb.TruncationSide.values():
-        raise InvalidRequestError(
-            f"truncation_side has unknown enum value {message.truncation_side}.",
-            param="truncation_side",
-        )
+        raise invalid_field("truncation_side", f"has unknown enum value {message.truncation_side}.")
     if message.truncation_side == pb.TRUNCATION_SIDE_UNSPECIFIED:
         return default
     return message.truncation_side == pb.TRUNCATION_SIDE_RIGHT
@@ -264,8 +255,8 @@ def _deadline_s(
 def _timeout_s(timeout: Duration) -> float:
     timeout_s = timeout.seconds + timeout.nanos / 1e9
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise InvalidRequestError(
-            f"timeout must be in (0, {MAX_TIMEOUT_S}] seconds, not {timeout_s:g}.", param="timeout"
+        raise invalid_field(
+            "timeout", f"must be in (0, {MAX_TIMEOUT_S}] seconds, not {timeout_s:g}."
         )
     return timeout_s
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.text import pluralize
 
 if TYPE_CHECKING:
@@ -205,10 +205,9 @@ class IgnoredParameters:
     def note(self, name: str) -> None:
         """Note a parameter that is ignored. Raises InvalidRequestError in strict mode."""
         if self._is_strict:
-            raise InvalidRequestError(
-                f"{name} has no effect on this server, and --strict-parameters rejects such "
-                "parameters.",
-                param=name,
+            raise invalid_field(
+                name,
+                "has no effect on this server, and --strict-parameters rejects such parameters.",
             )
         self._count(name)
         if name not in self._logged:

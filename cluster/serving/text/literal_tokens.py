@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from cluster.serving.text.template_arguments import ChatMessage, ChatPrompt, MessageToolCall
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -96,10 +96,10 @@ class LiteralTokens:
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             # A character that the vocabulary lacks becomes a special token, too.
             if token_id in self._special and self._special[token_id] in text[begin:end]:
-                raise InvalidRequestError(
-                    "messages contain the text of a special token, which the model's tokenizer "
-                    "cannot represent as ordinary text.",
-                    param="messages",
+                raise invalid_field(
+                    "messages",
+                    "contain the text of a special token, which the model's tokenizer cannot "
+                    "represent as ordinary text.",
                 )
 
 
@@ -267,8 +267,8 @@ def _restored(text: str, originals: Mapping[str, str]) -> str:
     mark = re.compile(f"{nonce}[0-9]{{{_NUM_INDEX_DIGITS}}}")
     rest = mark.sub(lambda found: "" if found[0] in originals else found[0], text)
     if nonce[:_NUM_PART_DIGITS] in rest or nonce[-_NUM_PART_DIGITS:] in rest:
-        raise InvalidRequestError(
-            "messages contain the text of a special token, which the model's chat template splits.",
-            param="messages",
+        raise invalid_field(
+            "messages",
+            "contain the text of a special token, which the model's chat template splits.",
         )
     return mark.sub(lambda found: originals[found[0]], text)

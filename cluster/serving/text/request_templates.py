@@ -30,7 +30,13 @@ from cluster.structured.child_process import (
     write_frame,
 )
 from cluster.structured.fair_thread_pool import FairThreadPool
-from pagedray.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
+from pagedray.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    ShuttingDownError,
+    invalid_field,
+)
 from pagedray.machine import child_environment, lower_priority
 
 if TYPE_CHECKING:
@@ -114,9 +120,8 @@ class RequestTemplates:
         Raises RequestError, or EngineError if the process fails.
         """
         if len(source) > _MAX_LENGTH:
-            raise InvalidRequestError(
-                f"{_PARAM} may have at most {_MAX_LENGTH} characters, not {len(source)}.",
-                param=_PARAM,
+            raise invalid_field(
+                _PARAM, f"may have at most {_MAX_LENGTH} characters, not {len(source)}."
             )
         by_source = functools.partial(self._process.render, source, self._special_tokens)
         task = functools.partial(render, by_source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from cluster.serving.json_body import json_text
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.text import quote_json
 
 if TYPE_CHECKING:
@@ -86,10 +86,9 @@ def check_effort(given: object, param: str) -> str | float | None:
     if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= MAX_EFFORT:
         return float(given)
     names = ", ".join(f"'{name}'" for name in EFFORTS)
-    raise InvalidRequestError(
-        f"{param} must be one of {names}, or a number from 0 to {MAX_EFFORT}, not "
-        f"{quote_json(given)}.",
-        param=param,
+    raise invalid_field(
+        param,
+        f"must be one of {names}, or a number from 0 to {MAX_EFFORT}, not {quote_json(given)}.",
     )
 
 
@@ -97,14 +96,12 @@ def check_variable_names(names: Iterable[object], param: str, taken: AbstractSet
     """Raise InvalidRequestError if a name is not one of a variable, or if a parameter has it."""
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or len(name) > _MAX_NAME_LENGTH:
-            raise InvalidRequestError(
-                f"{param} must have names of variables of at most {_MAX_NAME_LENGTH} characters.",
-                param=param,
+            raise invalid_field(
+                param, f"must have names of variables of at most {_MAX_NAME_LENGTH} characters."
             )
         if name in taken:
-            raise InvalidRequestError(
-                f"{param}.{name} is not supported: {name} is a parameter of its own.",
-                param=f"{param}.{name}",
+            raise invalid_field(
+                f"{param}.{name}", f"is not supported: {name} is a parameter of its own."
             )
 
 
@@ -113,9 +110,7 @@ def _checked(given: object) -> dict[str, object]:
     if given is None:
         return {}
     if not isinstance(given, dict) or len(given) > _MAX_NAMES:
-        raise InvalidRequestError(
-            f"{param} must be an object of at most {_MAX_NAMES} entries.", param=param
-        )
+        raise invalid_field(param, f"must be an object of at most {_MAX_NAMES} entries.")
     check_variable_names(given, param, _OWN_NAMES)
     json_text(given, param, most_bytes=_MAX_BYTES)
     return given

@@ -13,7 +13,7 @@ from cluster.serving.tools.channel_reader import ANSWER_HEADER, call_header
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
 from cluster.structured.grammar.schema_keywords import ANNOTATIONS, KNOWN
 from cluster.structured.grammar.turn import MessageForm, MessagesStructure, TurnStructure
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
@@ -135,11 +135,11 @@ def _call_schema(
 def check_length(num_characters: int, param: str) -> None:
     """Raise InvalidRequestError if the schemas of tools are too long together."""
     if num_characters > MAX_TEXT_LENGTH:
-        raise InvalidRequestError(
-            f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together, "
-            "without their descriptions, if tool_choice is required, a tool is strict or the "
-            "answer has a structure.",
-            param=param,
+        raise invalid_field(
+            param,
+            f"may have at most {MAX_TEXT_LENGTH} characters of parameters together, without their "
+            "descriptions, if tool_choice is required, a tool is strict or the answer has a "
+            "structure.",
         )
 
 
@@ -169,10 +169,10 @@ def _hoisted(
 
 def _referring(value: object, hoisting: _Hoisting, depth: int) -> object:
     if depth == 0:
-        raise InvalidRequestError(
-            f"{hoisting.param} has parameters of {hoisting.tool_name!r} that are nested more than "
-            f"{_MAX_DEPTH} levels deep.",
-            param=hoisting.param,
+        raise invalid_field(
+            hoisting.param,
+            f"has parameters of {hoisting.tool_name!r} that are nested more than {_MAX_DEPTH} "
+            "levels deep.",
         )
     if isinstance(value, list):
         return [_referring(one, hoisting, depth - 1) for one in value]
@@ -189,10 +189,10 @@ def _referring(value: object, hoisting: _Hoisting, depth: int) -> object:
 def _reference(given: str, hoisting: _Hoisting) -> str:
     if (given + "/").startswith("#/"):
         return hoisting.root + given[1:]
-    raise InvalidRequestError(
-        f"{hoisting.param} has the unsupported $ref {given[:64]!r} in the parameters of "
-        f"{hoisting.tool_name!r}; it must refer to a part of them, such as #/$defs/name.",
-        param=hoisting.param,
+    raise invalid_field(
+        hoisting.param,
+        f"has the unsupported $ref {given[:64]!r} in the parameters of {hoisting.tool_name!r}; it "
+        "must refer to a part of them, such as #/$defs/name.",
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster.serving.json_body import json_text
 from cluster.structured.grammar.schema_keywords import STANDALONE
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.text import quote
 
 __all__ = ["MAX_ID_LENGTH", "MAX_TOOLS", "NAME_PATTERN", "Tool", "check_id"]
@@ -42,17 +42,13 @@ class Tool:
     def check_limits(self, param: str, *, schema_param: str) -> None:
         """Raise InvalidRequestError for an invalid name or schema, or a tool that is too large."""
         if _NAME.fullmatch(self.name) is None:
-            raise InvalidRequestError(
-                f"{param}.name must be 1 to {_MAX_NAME_LENGTH} letters, digits, underscores, "
-                "dashes or dots.",
-                param=f"{param}.name",
+            raise invalid_field(
+                f"{param}.name",
+                f"must be 1 to {_MAX_NAME_LENGTH} letters, digits, underscores, dashes or dots.",
             )
         kind = None if self.parameters is None else self.parameters.get("type")
         if isinstance(kind, str | list) and not _allows_objects(kind):
-            raise InvalidRequestError(
-                f"{schema_param}.type must be object, not {quote(kind)}.",
-                param=f"{schema_param}.type",
-            )
+            raise invalid_field(f"{schema_param}.type", f"must be object, not {quote(kind)}.")
         json_text(self.for_template(), param, most_bytes=_MAX_BYTES)
 
     def for_template(self) -> dict[str, object]:
@@ -81,6 +77,4 @@ def _allows_objects(kind: str | list[object]) -> bool:
 def check_id(text: str, param: str) -> None:
     """Raise InvalidRequestError if a text is too long for an id or name, or empty."""
     if not 0 < len(text) <= MAX_ID_LENGTH:
-        raise InvalidRequestError(
-            f"{param} must have 1 to {MAX_ID_LENGTH} characters.", param=param
-        )
+        raise invalid_field(param, f"must have 1 to {MAX_ID_LENGTH} characters.")

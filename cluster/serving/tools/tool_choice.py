@@ -16,7 +16,7 @@ from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedRead
 from cluster.serving.tools.strict_calls import strict_structure
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_calls import call_form, turn_reader
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
@@ -173,9 +173,8 @@ class ToolUse:
 
     def _check_named(self) -> None:
         if self._choice.name not in self._names:
-            raise InvalidRequestError(
-                f"tool_choice names {self._choice.name[:64]!r}, which is not in tools.",
-                param="tool_choice",
+            raise invalid_field(
+                "tool_choice", f"names {self._choice.name[:64]!r}, which is not in tools."
             )
 
     def _check_any(self) -> None:
@@ -188,23 +187,18 @@ def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
     by_name = {tool.name: tool for tool in tools}
     for one in allowed:
         if one.name not in by_name:
-            raise InvalidRequestError(
-                f"tool_choice names {one.name[:64]!r}, which is not in tools.", param="tool_choice"
-            )
+            raise invalid_field("tool_choice", f"names {one.name[:64]!r}, which is not in tools.")
         if one not in (by_name[one.name], Tool(name=one.name)):
-            raise InvalidRequestError(
-                f"tool_choice and tools define {one.name[:64]!r} differently.", param="tool_choice"
-            )
+            raise invalid_field("tool_choice", f"and tools define {one.name[:64]!r} differently.")
     names = {one.name for one in allowed}
     return [tool for tool in tools if tool.name in names]
 
 
 def _check_joined(answer: Structure, param: str | None) -> None:
     if answer.kind == "grammar":
-        raise InvalidRequestError(
-            f"{param} cannot be combined with tools: use a JSON schema, a regular expression or "
-            "choices.",
-            param=param,
+        raise invalid_field(
+            param,
+            "cannot be combined with tools: use a JSON schema, a regular expression or choices.",
         )
 
 
@@ -222,7 +216,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
 def check_allowed(given: object, param: str) -> None:
     """Raise InvalidRequestError if a list of allowed tools has no entry, or too many."""
     if not isinstance(given, list) or not 1 <= len(given) <= MAX_TOOLS:
-        raise InvalidRequestError(f"{param} must be a list of 1 to {MAX_TOOLS} tools.", param=param)
+        raise invalid_field(param, f"must be a list of 1 to {MAX_TOOLS} tools.")
 
 
 def read_each_tool(
@@ -236,7 +230,7 @@ def read_each_tool(
     if given is None:
         return tools
     if not isinstance(given, list):
-        raise InvalidRequestError(f"{param} must be a list.", param=param)
+        raise invalid_field(param, "must be a list.")
     for index, one in enumerate(given):
         tools.append(read_tool(one, f"{param}.{index}"))
     return tools

@@ -41,7 +41,7 @@ from cluster.serving.text.template_arguments import (
 )
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolUse
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -159,24 +159,18 @@ class ChatBody(GenerationBody):
     def check_fields(self) -> None:
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError(
-                "top_logprobs requires logprobs = true.", param="top_logprobs"
-            )
+            raise invalid_field("top_logprobs", "requires logprobs = true.")
         self._check_functions()
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
     def _check_functions(self) -> None:
         if not self.has_functions:
             if self.function_call not in (None, "none"):
-                raise InvalidRequestError(
-                    "function_call requires functions.", param="function_call"
-                )
+                raise invalid_field("function_call", "requires functions.")
             return
         for name in ("tools", "tool_choice"):
             if getattr(self, name) not in (None, []):
-                raise InvalidRequestError(
-                    f"functions cannot be combined with {name}.", param="functions"
-                )
+                raise invalid_field("functions", f"cannot be combined with {name}.")
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> ToolUse:
         """Return how the call uses tools. Raises InvalidRequestError."""
@@ -263,7 +257,4 @@ class ChatBody(GenerationBody):
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:
     """Raise InvalidRequestError if a new message and the last message are both to be generated."""
     if adds_generation_prompt and continues_final_message:
-        raise InvalidRequestError(
-            "continue_final_message requires add_generation_prompt = false.",
-            param="continue_final_message",
-        )
+        raise invalid_field("continue_final_message", "requires add_generation_prompt = false.")

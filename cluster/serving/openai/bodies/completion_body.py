@@ -17,7 +17,7 @@ from cluster.serving.openai.bodies.sampling_fields import (
     bounds,
     prompts_field,
 )
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.sampling_params import MAX_LOGPROBS, MAX_N
 
 __all__ = ["CompletionBody"]
@@ -76,21 +76,20 @@ class CompletionBody(GenerationBody):
     def check_fields(self) -> None:
         super().check_fields()
         if self.echo and self.logprobs is not None and self.stream:
-            raise InvalidRequestError("echo with logprobs requires stream = false.", param="echo")
+            raise invalid_field("echo", "with logprobs requires stream = false.")
         if self.suffix:
             self._check_suffix()
         if self.hides_output and (
             self.stream or not (self.echo or self.prompt_logprobs is not None)
         ):
-            raise InvalidRequestError(
-                f"{self.limit_name} = 0 requires echo or prompt_logprobs, and stream = false.",
-                param=self.limit_name,
+            raise invalid_field(
+                self.limit_name, "= 0 requires echo or prompt_logprobs, and stream = false."
             )
 
     def _check_suffix(self) -> None:
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(self, name):
-                raise InvalidRequestError(f"suffix cannot be combined with {name}.", param="suffix")
+                raise invalid_field("suffix", f"cannot be combined with {name}.")
 
     def to_input(self, client_id: str | None) -> GenerationInput:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -127,9 +126,7 @@ def _prompts_of(given: object, suffix: str) -> tuple[Prompt, ...]:
         return prompts
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
-        raise InvalidRequestError(
-            "suffix requires prompt to be a string or a list of strings.", param="suffix"
-        )
+        raise invalid_field("suffix", "requires prompt to be a string or a list of strings.")
     return tuple(InfillPrompt(text, suffix) for text in texts)
 
 
@@ -145,7 +142,7 @@ def _given_prompts(given: object) -> tuple[Prompt, ...]:
             return tuple(given)
         if kinds == {list} and all(set(map(type, entry)) <= {int} for entry in given):
             return tuple(map(tuple, given))
-    raise InvalidRequestError(
-        "prompt must be a string, a list of strings, a list of token ids or a list of such lists.",
-        param="prompt",
+    raise invalid_field(
+        "prompt",
+        "must be a string, a list of strings, a list of token ids or a list of such lists.",
     )

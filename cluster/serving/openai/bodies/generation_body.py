@@ -22,7 +22,7 @@ from cluster.serving.openai.bodies.sampling_fields import (
     read_response_format,
 )
 from cluster.serving.telemetry.log_lines import LineLimit
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.sampling_params import (
     MAX_ALLOWED,
     MAX_BAD_WORD_LENGTH,
@@ -244,17 +244,11 @@ class GenerationBody(SamplingFields):
         if self.best_of is not None:
             self._check_best_of(self.best_of)
         if self.logprob_token_ids and self.num_logprobs is None:
-            raise InvalidRequestError(
-                "logprob_token_ids requires logprobs.", param="logprob_token_ids"
-            )
+            raise invalid_field("logprob_token_ids", "requires logprobs.")
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options requires stream = true.", param="stream_options"
-            )
+            raise invalid_field("stream_options", "requires stream = true.")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError(
-                "prompt_logprobs requires stream = false.", param="prompt_logprobs"
-            )
+            raise invalid_field("prompt_logprobs", "requires stream = false.")
 
     def _check_limits(self) -> None:
         """Log two different limits, of which the smaller is used."""
@@ -270,12 +264,11 @@ class GenerationBody(SamplingFields):
 
     def _check_best_of(self, best_of: int) -> None:
         if not self.n <= best_of <= MAX_N:
-            raise InvalidRequestError(
-                f"best_of must be from n = {quote(self.n)} to {MAX_N}, not {quote(best_of)}.",
-                param="best_of",
+            raise invalid_field(
+                "best_of", f"must be from n = {quote(self.n)} to {MAX_N}, not {quote(best_of)}."
             )
         if best_of > self.n and self.stream:
-            raise InvalidRequestError("best_of above n requires stream = false.", param="best_of")
+            raise invalid_field("best_of", "above n requires stream = false.")
 
     def requested_structure(self) -> RequestedStructure:
         """Return the requested structure of the output. Raises InvalidRequestError."""
@@ -315,7 +308,7 @@ class GenerationBody(SamplingFields):
             if (token_ids := getattr(self, name)) is not None:
                 given[name] = _integers_of(token_ids, name)
                 if not given[name]:
-                    raise InvalidRequestError(f"{name} must not be empty.", param=name)
+                    raise invalid_field(name, "must not be empty.")
         if self.num_logprobs is not None:
             given["logprobs"] = self.num_logprobs
         if self.num_generated > self.n:
@@ -327,13 +320,11 @@ class GenerationBody(SamplingFields):
 
 def _integers_of(given: object, name: str) -> tuple[object, ...]:
     if not isinstance(given, list):
-        raise InvalidRequestError(f"{name} must be a list of integers.", param=name)
+        raise invalid_field(name, "must be a list of integers.")
     # A long list needs no Python loop.
     if not set(map(type, given)) <= {int}:
         index, wrong = next((index, one) for index, one in enumerate(given) if type(one) is not int)
-        raise InvalidRequestError(
-            f"{name}.{index} must be an integer, not {quote_json(wrong)}.", param=f"{name}.{index}"
-        )
+        raise invalid_field(f"{name}.{index}", f"must be an integer, not {quote_json(wrong)}.")
     return tuple(given)
 
 
@@ -341,9 +332,7 @@ def check_beams(body: object, use_beam_search: bool, length_penalty: float | Non
     """Raise InvalidRequestError if the fields of a body exclude each other."""
     if not use_beam_search:
         if length_penalty not in (None, 1):
-            raise InvalidRequestError(
-                "length_penalty requires use_beam_search = true.", param="length_penalty"
-            )
+            raise invalid_field("length_penalty", "requires use_beam_search = true.")
         return
     if length_penalty is not None:
         check_length_penalty(length_penalty, "length_penalty")
@@ -352,6 +341,4 @@ def check_beams(body: object, use_beam_search: bool, length_penalty: float | Non
     for name in _UNSUPPORTED:
         value = getattr(body, name, None)
         if value and value != _WITHOUT_EFFECT.get(name):
-            raise InvalidRequestError(
-                f"{name} cannot be combined with use_beam_search.", param=name
-            )
+            raise invalid_field(name, "cannot be combined with use_beam_search.")

@@ -20,7 +20,7 @@ from cluster.serving.json_body import (
 from cluster.serving.text.template_arguments import ChatMessage, MessageToolCall
 from cluster.serving.tools.tool import MAX_ID_LENGTH, MAX_TOOLS, NAME_PATTERN, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, check_allowed, check_tools, read_each_tool
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import InvalidRequestError, invalid_field
 from pagedray.text import quote
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def read_content(given: object, where: str, *, role: str, is_needed: bool) -> Me
         return MessageContent(given)
     if given is None:
         if is_needed:
-            raise InvalidRequestError(f"{where} is required.", param=where)
+            raise invalid_field(where, "is required.")
         return MessageContent("")
     if not isinstance(given, list):
         raise _not_parts(where)
@@ -124,12 +124,9 @@ def read_prediction(given: object) -> str:
     if given is None:
         return ""
     if not isinstance(given, dict):
-        raise InvalidRequestError("prediction must be an object.", param="prediction")
+        raise invalid_field("prediction", "must be an object.")
     if given.get("type", "content") != "content":
-        raise InvalidRequestError(
-            f"prediction.type must be 'content', not {quote(given['type'])}.",
-            param="prediction.type",
-        )
+        raise invalid_field("prediction.type", f"must be 'content', not {quote(given['type'])}.")
     content = read_content(given.get("content"), "prediction.content", role="user", is_needed=True)
     return content.text
 
@@ -149,23 +146,22 @@ def _read_part(given: dict[str, object], where: str, role: str) -> _Part:
     if kind is None:
         raise missing_field(("type",), given, where, CONTENT_PARTS.values())
     if isinstance(kind, str) and kind in _MEDIA:
-        raise InvalidRequestError(
-            f"{where} is not supported: the model only reads text, not {kind} parts.", param=where
+        raise invalid_field(
+            where, f"is not supported: the model only reads text, not {kind} parts."
         )
     found = CONTENT_PARTS.get(kind) if isinstance(kind, str) else None
     if found is None:
         *names, last = (f"'{name}'" for name in CONTENT_PARTS)
-        raise InvalidRequestError(
-            f"{where}.type must be one of {', '.join(names)} or {last}, not {quote(kind)}.",
-            param=f"{where}.type",
+        raise invalid_field(
+            f"{where}.type", f"must be one of {', '.join(names)} or {last}, not {quote(kind)}."
         )
     if found is not TextPart and role != "assistant":
-        raise InvalidRequestError(f"{where} of type {kind} requires role = assistant.", param=where)
+        raise invalid_field(where, f"of type {kind} requires role = assistant.")
     return read_part(found, given, where)
 
 
 def _not_parts(where: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
+    return invalid_field(where, "must be a string or a list of text parts.")
 
 
 _ONLY_TEXT = "the model only reads text"
@@ -260,14 +256,14 @@ def read_messages(given: Sequence[Message]) -> tuple[ChatMessage, ...]:
 def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
     if message.role == "function" and message.name is None:
         where = f"messages.{index}.name"
-        raise InvalidRequestError(f"{where} is required with role = function.", param=where)
+        raise invalid_field(where, "is required with role = function.")
     given = message.tool_calls
     has_calls = given is not None and given != []
     if message.function_call is not None:
         where = f"messages.{index}.function_call"
         _check_assistant(message, where)
         if has_calls:
-            raise InvalidRequestError(f"{where} cannot be combined with tool_calls.", param=where)
+            raise invalid_field(where, "cannot be combined with tool_calls.")
         called = read_part(CalledFunction, message.function_call, where)
         # Some templates require ids of nine letters and digits.
         return (MessageCall(id=f"call{index:05}", function=called),)
@@ -276,7 +272,7 @@ def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
     where = f"messages.{index}.tool_calls"
     _check_assistant(message, where)
     if not isinstance(given, list):
-        raise InvalidRequestError(f"{where} must be a list.", param=where)
+        raise invalid_field(where, "must be a list.")
     return tuple(
         read_part(MessageCall, call, f"{where}.{number}") for number, call in enumerate(given)
     )
@@ -284,7 +280,7 @@ def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
 
 def _check_assistant(message: Message, where: str) -> None:
     if message.role != "assistant":
-        raise InvalidRequestError(f"{where} requires role = assistant.", param=where)
+        raise invalid_field(where, "requires role = assistant.")
 
 
 def _message_of(
@@ -302,9 +298,8 @@ def _message_of(
         is_needed=not (calls or is_result or reasoning),
     )
     if content.reasoning is not None and reasoning not in (None, content.reasoning):
-        raise InvalidRequestError(
-            f"{where}.reasoning and thinking parts must be equal if both are given.",
-            param=f"{where}.reasoning",
+        raise invalid_field(
+            f"{where}.reasoning", "and thinking parts must be equal if both are given."
         )
     read_calls: list[MessageToolCall] = []
     for number, call in enumerate(calls):
@@ -327,7 +322,7 @@ def _check_fields(message: Message, where: str) -> None:
     if message.tool_call_id:
         param = f"{where}.tool_call_id"
         if message.role != "tool":
-            raise InvalidRequestError(f"{param} requires role = tool.", param=param)
+            raise invalid_field(param, "requires role = tool.")
         _check_length(message.tool_call_id, param)
     if message.name is not None:
         _check_length(message.name, f"{where}.name")
@@ -335,14 +330,12 @@ def _check_fields(message: Message, where: str) -> None:
         param = f"{where}.refusal"
         _check_assistant(message, param)
         if message.content not in (None, "", []):
-            raise InvalidRequestError(f"{param} cannot be combined with content.", param=param)
+            raise invalid_field(param, "cannot be combined with content.")
 
 
 def _check_length(given: str, param: str) -> None:
     if len(given) > MAX_ID_LENGTH:
-        raise InvalidRequestError(
-            f"{param} may have at most {MAX_ID_LENGTH} characters.", param=param
-        )
+        raise invalid_field(param, f"may have at most {MAX_ID_LENGTH} characters.")
 
 
 def _reasoning_of(message: Message, where: str) -> str | None:
@@ -353,12 +346,10 @@ def _reasoning_of(message: Message, where: str) -> str | None:
         return "" if is_empty else None
     if message.role != "assistant":
         param = f"{where}.{next(iter(found))}"
-        raise InvalidRequestError(f"{param} requires role = assistant.", param=param)
+        raise invalid_field(param, "requires role = assistant.")
     if len(set(found.values())) > 1:
         param = f"{where}.reasoning"
-        raise InvalidRequestError(
-            f"{param} and reasoning_content must be equal if both are set.", param=param
-        )
+        raise invalid_field(param, "and reasoning_content must be equal if both are set.")
     return next(iter(found.values()))
 
 
@@ -493,9 +484,8 @@ def read_choice_of(
         return ToolChoice(kind="named", name=read_name(given), is_parallel=is_parallel)
     if given == "none" or given == "auto" or given == "required":
         return ToolChoice(kind=given, is_parallel=is_parallel)
-    raise InvalidRequestError(
-        "tool_choice must be none, auto, required, a named function or allowed_tools.",
-        param="tool_choice",
+    raise invalid_field(
+        "tool_choice", "must be none, auto, required, a named function or allowed_tools."
     )
 
 
@@ -520,13 +510,11 @@ def read_function_choice(given: object, functions: Sequence[Tool]) -> ToolChoice
     if isinstance(given, dict):
         name = read_part(NamedFunction, given, param).name
         if all(name != function.name for function in functions):
-            raise InvalidRequestError(
-                f"{param} names {name[:64]!r}, which is not in functions.", param=param
-            )
+            raise invalid_field(param, f"names {name[:64]!r}, which is not in functions.")
         return ToolChoice(kind="named", name=name, is_parallel=False)
     if given == "none" or given == "auto":
         return ToolChoice(kind=given, is_parallel=False)
-    raise InvalidRequestError(f"{param} must be none, auto or a named function.", param=param)
+    raise invalid_field(param, "must be none, auto or a named function.")
 
 
 def _tool_of(given: object, where: str) -> Tool:
@@ -537,7 +525,7 @@ def _function_of(given: object, where: str) -> Tool:
     function = read_part(Function, given, where)
     if function.parameters is not None and not isinstance(function.parameters, dict):
         param = f"{where}.parameters"
-        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+        raise invalid_field(param, "must be a JSON Schema object.")
     tool = Tool(
         name=function.name,
         description=function.description,

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue
 from cluster.serving.inputs import MAX_SALT_LENGTH
 from cluster.serving.json_body import Body, BodyPart, described, json_text, named_schema, read_part
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 from pagedray.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP,
@@ -314,17 +314,16 @@ class SamplingFields(Body):
         if self.request_id is None:
             return header
         if any(character > _LAST_OF_LATIN_1 for character in self.request_id):
-            raise InvalidRequestError(
-                "request_id may only contain characters of Latin-1: responses have it in the "
-                "header X-Request-Id.",
-                param="request_id",
+            raise invalid_field(
+                "request_id",
+                "may only contain characters of Latin-1: responses have it in the header "
+                "X-Request-Id.",
             )
         if header is None:
             return self.request_id
         if self.request_id != header:
-            raise InvalidRequestError(
-                "request_id and the header X-Request-Id must be equal if both are set.",
-                param="request_id",
+            raise invalid_field(
+                "request_id", "and the header X-Request-Id must be equal if both are set."
             )
         return header
 
@@ -357,20 +356,13 @@ def _bias_of(given: object) -> dict[object, object]:
         # PHP's empty object.
         return {}
     if not isinstance(given, dict):
-        raise InvalidRequestError(
-            "logit_bias must be an object that maps token ids to numbers.", param="logit_bias"
-        )
+        raise invalid_field("logit_bias", "must be an object that maps token ids to numbers.")
     wrong = next((name for name in given if not _INTEGER.fullmatch(name)), None)
     if wrong is not None:
-        raise InvalidRequestError(
-            f'logit_bias maps token ids, such as "5", and not {quote(wrong)}.', param="logit_bias"
-        )
+        raise invalid_field("logit_bias", f'maps token ids, such as "5", and not {quote(wrong)}.')
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequestError(
-                f"logit_bias.{name} must be a number, not {quote_json(value)}.",
-                param=f"logit_bias.{name}",
-            )
+            raise invalid_field(f"logit_bias.{name}", f"must be a number, not {quote_json(value)}.")
     return {int(name): value for name, value in given.items()}
 
 
@@ -436,9 +428,7 @@ class RequestedStructure:
     def add_structure(self, kind: StructureKind, text: str, param: str) -> None:
         """Request a structure. Raises InvalidRequestError for a second structure."""
         if self.param is not None:
-            raise InvalidRequestError(
-                f"{param} and {self.param} cannot be used together.", param=param
-            )
+            raise invalid_field(param, f"and {self.param} cannot be used together.")
         self.structure = Structure(kind=kind, text=text)
         self.param = param
 
@@ -471,10 +461,9 @@ class RequestedStructure:
         if given.structural_tag is not None:
             self.add_tag(given.structural_tag, f"{param}.structural_tag")
         if self.param is None:
-            raise InvalidRequestError(
-                f"{param} requires one of json, regex, choice, grammar, json_object and "
-                "structural_tag.",
-                param=param,
+            raise invalid_field(
+                param,
+                "requires one of json, regex, choice, grammar, json_object and structural_tag.",
             )
 
 
@@ -490,17 +479,13 @@ def read_response_format(given: object, requested: RequestedStructure) -> None:
     read = read_part(ResponseFormat, given, param)
     for name in _TAG_FIELDS:
         if getattr(read, name) is not None:
-            raise InvalidRequestError(
-                f"{param}.{name} requires type = structural_tag.", param=f"{param}.{name}"
-            )
+            raise invalid_field(f"{param}.{name}", "requires type = structural_tag.")
     if read.type == "json_schema":
         schema = read_part(JsonSchemaFormat, read.json_schema or {}, f"{param}.json_schema")
         requested.add_schema(schema.schema_, f"{param}.json_schema.schema")
         return
     if read.json_schema is not None:
-        raise InvalidRequestError(
-            f"{param}.json_schema requires type = json_schema.", param=f"{param}.json_schema"
-        )
+        raise invalid_field(f"{param}.json_schema", "requires type = json_schema.")
     if read.type == "json_object":
         requested.add_structure("json_object", "", param)
 
@@ -508,7 +493,7 @@ def read_response_format(given: object, requested: RequestedStructure) -> None:
 def _json_of(given: object, param: str, what: str) -> str:
     """Return JSON that is given as an object or a string. Raises InvalidRequestError."""
     if not isinstance(given, str | dict):
-        raise InvalidRequestError(f"{param} must be {what}.", param=param)
+        raise invalid_field(param, f"must be {what}.")
     return given if isinstance(given, str) else _text_of(given, param)
 
 

@@ -16,7 +16,7 @@ from cluster.serving.openai.bodies.sampling_fields import (
     model_field,
     prompts_field,
 )
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import invalid_field
 
 __all__ = ["EmbeddingBody", "RerankBody", "ScoreBody"]
 
@@ -64,7 +64,7 @@ class RerankBody(Body):
 
     def check_fields(self) -> None:
         if self.top_n is not None and self.top_n < 0:
-            raise InvalidRequestError(f"top_n must be at least 0, not {self.top_n}.", param="top_n")
+            raise invalid_field("top_n", f"must be at least 0, not {self.top_n}.")
 
     def to_input(self) -> ScoreInput:
         """Return the input of the call. Raises InvalidRequestError."""
@@ -102,10 +102,9 @@ class ScoreBody(Body):
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
-            raise InvalidRequestError(
-                f"text_1 must be one text, or as many as text_2 has, {len(second)}, "
-                f"not {len(first)}.",
-                param="text_1",
+            raise invalid_field(
+                "text_1",
+                f"must be one text, or as many as text_2 has, {len(second)}, not {len(first)}.",
             )
         return ScoreInput(
             pairs=tuple(zip(first, second, strict=True)),
@@ -119,11 +118,9 @@ def _texts_of(given: object, name: str) -> list[str]:
     if isinstance(given, str):
         return [_checked(given, name)]
     if not isinstance(given, list):
-        raise InvalidRequestError(f"{name} must be a string or a list of strings.", param=name)
+        raise invalid_field(name, "must be a string or a list of strings.")
     if not 1 <= len(given) <= MAX_PAIRS:
-        raise InvalidRequestError(
-            f"{name} must have 1 to {MAX_PAIRS} entries, not {len(given)}.", param=name
-        )
+        raise invalid_field(name, f"must have 1 to {MAX_PAIRS} entries, not {len(given)}.")
     texts: list[str] = []
     for index, text in enumerate(given):
         texts.append(_checked(text, f"{name}.{index}"))
@@ -142,7 +139,7 @@ def _document_text(given: object, where: str) -> str:
 def _checked(given: object, name: str) -> str:
     if isinstance(given, str) and given:
         return given
-    raise InvalidRequestError(f"{name} must be a non-empty string.", param=name)
+    raise invalid_field(name, "must be a non-empty string.")
 
 
 class EmbeddingBody(Body):
@@ -194,8 +191,8 @@ def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
         if kinds == {int}:
             return (tuple(given),)
         if len(given) > MAX_INPUTS:
-            raise InvalidRequestError(
-                f"input may have at most {MAX_INPUTS} entries, not {len(given)}.", param="input"
+            raise invalid_field(
+                "input", f"may have at most {MAX_INPUTS} entries, not {len(given)}."
             )
         if kinds == {str} and all(given):
             return tuple(given)
@@ -207,8 +204,8 @@ def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
                 texts.append(tuple(entry))
             else:
                 return tuple(texts)
-    raise InvalidRequestError(
-        "input must be a string, a list of strings, a list of token ids or a list of such lists; "
-        "none of them may be empty.",
-        param="input",
+    raise invalid_field(
+        "input",
+        "must be a string, a list of strings, a list of token ids or a list of such lists; none "
+        "of them may be empty.",
     )
