@@ -179,7 +179,7 @@ class ToolUse:
 
     def _check_any(self) -> None:
         if not self._tools:
-            raise invalid_field(_PARAM, "requires tools.")
+            raise InvalidRequestError("tool_choice requires tools.", param=_PARAM)
 
 
 def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
@@ -187,9 +187,9 @@ def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
     by_name = {tool.name: tool for tool in tools}
     for one in allowed:
         if one.name not in by_name:
-            raise invalid_field(_PARAM, f"names {one.name[:64]!r}, which is not in tools.")
+            raise invalid_field("tool_choice", f"names {one.name[:64]!r}, which is not in tools.")
         if one not in (by_name[one.name], Tool(name=one.name)):
-            raise invalid_field(_PARAM, f"and tools define {one.name[:64]!r} differently.")
+            raise invalid_field("tool_choice", f"and tools define {one.name[:64]!r} differently.")
     names = {one.name for one in allowed}
     return [tool for tool in tools if tool.name in names]
 
