@@ -51,15 +51,18 @@ class RankHealth:
 class Executor(ABC):
     """A group of ranks. Plans run in the order in which they are submitted."""
 
-    @property
-    @abstractmethod
-    def cache_size(self) -> CacheSize:
-        """The size of the block pools."""
+    _cache_size: CacheSize
+    _kernels: KernelReport
 
     @property
-    @abstractmethod
+    def cache_size(self) -> CacheSize:
+        """The size of the block pools."""
+        return self._cache_size
+
+    @property
     def kernels(self) -> KernelReport:
         """Which kernels compute the model, on every rank."""
+        return self._kernels
 
     @abstractmethod
     def poll_ranks(self) -> tuple[int, Sequence[DiskReport]]:

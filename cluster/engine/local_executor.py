@@ -75,14 +75,6 @@ class LocalExecutor(Executor):
         self._monitor.begin_steps()
         self._thread.use_idle_time(self._use_idle_time)
 
-    @property
-    def cache_size(self) -> CacheSize:
-        return self._cache_size
-
-    @property
-    def kernels(self) -> KernelReport:
-        return self._kernels
-
     def poll_ranks(self) -> tuple[int, list[DiskReport]]:
         while self._copying and self._are_first_copied():
             self._acknowledged_step = self._copying.popleft()[0]

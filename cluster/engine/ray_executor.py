@@ -22,7 +22,7 @@ from pagedray.text import pluralize
 
 if TYPE_CHECKING:
     from pagedray.batch import DiskReport, StepMasks, StepOutput, StepPlan
-    from pagedray.config import CacheSize, EngineConfig, KernelReport
+    from pagedray.config import EngineConfig
     from pagedray.rank_roofline import RankRoofline
 
 __all__ = ["RayExecutor"]
@@ -76,14 +76,6 @@ class RayExecutor(Executor):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def cache_size(self) -> CacheSize:
-        return self._cache_size
-
-    @property
-    def kernels(self) -> KernelReport:
-        return self._kernels
 
     def poll_ranks(self) -> tuple[int, list[DiskReport]]:
         return self._live_ranks().poll_ranks()

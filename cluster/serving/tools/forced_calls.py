@@ -17,20 +17,21 @@ from pagedray.errors import invalid_field
 from pagedray.sampling_params import Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cluster.serving.tools.tool import Tool
     from cluster.structured.grammar.turn import CallForm
 
 __all__ = [
     "call_structure",
-    "check_length",
+    "checked_schemas",
     "list_structure",
     "message_structure",
     "schema_without_text",
     "turn_structure",
 ]
 
+_PARAM = "tools"
 _MAX_DEPTH = 100
 _CALL = "any call"
 """A name that no tool has."""
@@ -41,38 +42,34 @@ _OF_VALUES = frozenset(("const", "enum", "required"))
 """Keywords with values that have no schemas."""
 
 
-def call_structure(tool: Tool, param: str) -> Structure:
-    """Return the structure of a tool's arguments."""
-    return _structure(schema_without_text(tool.schema()), param)
+def call_structure(tool: Tool) -> Structure:
+    """Return the structure of a tool's arguments. Raises InvalidRequestError."""
+    return _structure(schema_without_text(tool.schema()))
 
 
-def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Structure:
+def list_structure(tools: Sequence[Tool], *, is_parallel: bool) -> Structure:
     """Return the structure of a list of calls, of one call unless they are parallel.
 
-    Raises InvalidRequestError that names `param`.
+    Raises InvalidRequestError.
     """
-    call, definitions = _call_schema(tools, param, "parameters")
+    call, definitions = _call_schema(tools, "parameters")
     # The first call and later calls are a single part, which is compiled once.
     definitions[_CALL] = call
     items = {"$ref": f"#/$defs/{_CALL}"}
     schema: dict[str, object] = {"type": "array", "minItems": 1, "items": items}
     if not is_parallel:
         schema["maxItems"] = 1
-    return _structure(schema | {"$defs": definitions}, param)
+    return _structure(schema | {"$defs": definitions})
 
 
-def message_structure(tools: Sequence[Tool], param: str, answer: Structure | None) -> Structure:
+def message_structure(tools: Sequence[Tool], answer: Structure | None) -> Structure:
     """Return the structure of a message in channels: a call of a tool, or the answer if any.
 
-    Raises InvalidRequestError that names `param`.
+    Raises InvalidRequestError.
     """
     messages: list[MessageForm] = []
     headers: list[tuple[str, str]] = []
-    num_characters = 0
-    for tool in tools:
-        text = json_text(schema_without_text(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
-        num_characters += len(text)
-        check_length(num_characters, param)
+    for tool, _, text in checked_schemas(tools):
         # Names have no whitespace, so no name is the beginning of another name.
         opening = f"{tool.name} "
         messages.append(MessageForm(opening, "json_schema", text))
@@ -89,16 +86,16 @@ def message_structure(tools: Sequence[Tool], param: str, answer: Structure | Non
 
 
 def turn_structure(
-    tools: Sequence[Tool], param: str, form: CallForm, answer: Structure, *, is_parallel: bool
+    tools: Sequence[Tool], form: CallForm, answer: Structure, *, is_parallel: bool
 ) -> Structure:
     """Return the structure of a turn that is calls in a form of their own, or an answer.
 
-    Raises InvalidRequestError that names `param`.
+    Raises InvalidRequestError.
     """
-    call, definitions = _call_schema(tools, param, form.arguments)
+    call, definitions = _call_schema(tools, form.arguments)
     turn = TurnStructure(
         form=form,
-        call=json_text(call | {"$defs": definitions}, param, most_bytes=MAX_TEXT_BYTES),
+        call=_text_of(call | {"$defs": definitions}),
         is_parallel=is_parallel,
         answer_kind=answer.kind,
         answer_text=answer.text,
@@ -106,21 +103,15 @@ def turn_structure(
     return Structure(kind="turn", text=msgspec.json.encode(turn).decode(), mark=form.mark)
 
 
-def _call_schema(
-    tools: Sequence[Tool], param: str, key: str
-) -> tuple[dict[str, object], dict[str, object]]:
+def _call_schema(tools: Sequence[Tool], key: str) -> tuple[dict[str, object], dict[str, object]]:
     """Return the schema of a call of any tool, and the definitions that it refers to.
 
     Its arguments have this key.
     """
     definitions: dict[str, object] = {}
     calls: list[dict[str, object]] = []
-    num_characters = 0
-    for tool in tools:
-        schema = schema_without_text(tool.schema())
-        parameters = _hoisted(tool.name, schema, definitions, param)
-        num_characters += len(json_text(schema, param, most_bytes=MAX_TEXT_BYTES))
-        check_length(num_characters, param)
+    for tool, schema, _ in checked_schemas(tools):
+        parameters = _hoisted(tool.name, schema, definitions)
         calls.append(
             {
                 "type": "object",
@@ -132,20 +123,32 @@ def _call_schema(
     return {"anyOf": calls}, definitions
 
 
-def check_length(num_characters: int, param: str) -> None:
-    """Raise InvalidRequestError if the schemas of tools are too long together."""
-    if num_characters > MAX_TEXT_LENGTH:
-        raise invalid_field(
-            param,
-            f"may have at most {MAX_TEXT_LENGTH} characters of parameters together, without their "
-            "descriptions, if tool_choice is required, a tool is strict or the answer has a "
-            "structure.",
-        )
+def checked_schemas(tools: Sequence[Tool]) -> Iterator[tuple[Tool, Mapping[str, object], str]]:
+    """Yield each tool with its schema, as an object and as JSON.
+
+    Raises InvalidRequestError if the schemas are too long together.
+    """
+    num_characters = 0
+    for tool in tools:
+        schema = schema_without_text(tool.schema())
+        text = _text_of(schema)
+        num_characters += len(text)
+        if num_characters > MAX_TEXT_LENGTH:
+            raise invalid_field(
+                _PARAM,
+                f"may have at most {MAX_TEXT_LENGTH} characters of parameters together, without "
+                "their descriptions, if tool_choice is required, a tool is strict or the answer "
+                "has a structure.",
+            )
+        yield tool, schema, text
 
 
-def _structure(schema: Mapping[str, object], param: str) -> Structure:
-    text = json_text(schema, param, most_bytes=MAX_TEXT_BYTES)
-    return Structure(kind="json_schema", text=text)
+def _text_of(schema: Mapping[str, object]) -> str:
+    return json_text(schema, _PARAM, most_bytes=MAX_TEXT_BYTES)
+
+
+def _structure(schema: Mapping[str, object]) -> Structure:
+    return Structure(kind="json_schema", text=_text_of(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +158,11 @@ class _Hoisting:
     tool_name: str
     root: str
     """The reference to the schema there."""
-    param: str
 
 
-def _hoisted(
-    name: str, schema: Mapping[str, object], definitions: dict[str, object], param: str
-) -> object:
+def _hoisted(name: str, schema: Mapping[str, object], definitions: dict[str, object]) -> object:
     """Return a reference to the schema of the tool `name`, which is moved to `definitions`."""
-    hoisting = _Hoisting(name, f"#/$defs/{name}", param)
+    hoisting = _Hoisting(name, f"#/$defs/{name}")
     definitions[name] = _referring(schema, hoisting, _MAX_DEPTH)
     return {"$ref": hoisting.root}
 
@@ -170,7 +170,7 @@ def _hoisted(
 def _referring(value: object, hoisting: _Hoisting, depth: int) -> object:
     if depth == 0:
         raise invalid_field(
-            hoisting.param,
+            _PARAM,
             f"has parameters of {hoisting.tool_name!r} that are nested more than {_MAX_DEPTH} "
             "levels deep.",
         )
@@ -190,7 +190,7 @@ def _reference(given: str, hoisting: _Hoisting) -> str:
     if (given + "/").startswith("#/"):
         return hoisting.root + given[1:]
     raise invalid_field(
-        hoisting.param,
+        _PARAM,
         f"has the unsupported $ref {given[:64]!r} in the parameters of {hoisting.tool_name!r}; it "
         "must refer to a part of them, such as #/$defs/name.",
     )

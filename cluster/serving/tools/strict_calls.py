@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import asdict
 
-from cluster.serving.json_body import json_text
-from cluster.serving.tools.forced_calls import check_length, schema_without_text
+from cluster.serving.tools.forced_calls import checked_schemas
 from cluster.serving.tools.json_calls import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL_BEGIN,
@@ -34,7 +33,6 @@ from cluster.structured.grammar.call_arguments import (
     LeadingCallsStructure,
     Notation,
 )
-from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from cluster.structured.grammar.turn import Texts
 from pagedray.sampling_params import Structure
 
@@ -154,19 +152,15 @@ _FORMS: Mapping[ToolCallFormat, _Form] = {
 
 
 def strict_structure(
-    tools: Sequence[Tool], param: str, tool_format: ToolCallFormat, *, is_parallel: bool
+    tools: Sequence[Tool], tool_format: ToolCallFormat, *, is_parallel: bool
 ) -> Structure:
     """Return the structure of free text and calls of these tools, which are part of its text.
 
-    Raises InvalidRequestError that names `param`.
+    Raises InvalidRequestError.
     """
     form = _FORMS[tool_format]
     calls: list[CallText] = []
-    num_characters = 0
-    for tool in tools:
-        schema = json_text(schema_without_text(tool.schema()), param, most_bytes=MAX_TEXT_BYTES)
-        num_characters += len(schema)
-        check_length(num_characters, param)
+    for tool, _, schema in checked_schemas(tools):
         begin = tuple(text.format(name=tool.name) for text in form.begin)
         calls.append(CallText(tool.name, begin, schema, form.end))
     given = CallsStructure(

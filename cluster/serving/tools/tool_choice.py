@@ -105,12 +105,12 @@ class ToolUse:
             if answer is not None and not self.is_forced:
                 _check_joined(answer, param)
             forced = None if self.is_forced else answer
-            return message_structure(self._callable(), _PARAM, forced)
+            return message_structure(self._callable(), forced)
         if self._choice.kind == "named":
             (tool,) = self._callable()
-            return call_structure(tool, _PARAM)
+            return call_structure(tool)
         if self._choice.kind == "required":
-            return list_structure(self._tools, _PARAM, is_parallel=is_parallel)
+            return list_structure(self._tools, is_parallel=is_parallel)
         if answer is None and any(tool.is_strict for tool in self._tools):
             self.sets_structure = True
             return self._strict_structure()
@@ -119,7 +119,7 @@ class ToolUse:
         _check_joined(answer, param)
         assert self._tool_format is not None
         form = self._form = call_form(self._tool_format)
-        return turn_structure(self._tools, _PARAM, form, answer, is_parallel=is_parallel)
+        return turn_structure(self._tools, form, answer, is_parallel=is_parallel)
 
     def reader(self) -> TurnReader:
         """Return a reader of one turn."""
@@ -155,10 +155,10 @@ class ToolUse:
             for tool in self._tools
         ]
         if self._writes_messages:
-            return message_structure(tools, _PARAM, _FREE_TEXT)
+            return message_structure(tools, _FREE_TEXT)
         assert self._tool_format is not None
         is_parallel = self._choice.is_parallel
-        return strict_structure(tools, _PARAM, self._tool_format, is_parallel=is_parallel)
+        return strict_structure(tools, self._tool_format, is_parallel=is_parallel)
 
     @property
     def _writes_messages(self) -> bool:
