@@ -452,7 +452,8 @@ def define_op(name: str) -> AttentionOp:
     # All devices share one implementation; the schema declares the mutated tensors.
     _library.impl(name, _run, "CUDA")
     _library.impl(name, _run, "CPU")
-    _library.impl(name, _run_fake, "Meta")
+    # Meta tensors have no data.
+    _library.impl(name, lambda *_: None, "Meta")
     op: AttentionOp = getattr(torch.ops.pagedray, name).default
     return op
 
@@ -469,19 +470,6 @@ def _run(
 ) -> None:
     inputs = AttentionInputs(query, key, value, sinks=sinks)
     _alive[metadata].attend(layer_index, inputs, kv_cache, out)
-
-
-def _run_fake(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    out: torch.Tensor,
-    metadata: int,
-    layer_index: int,
-) -> None:
-    """Return without computing: meta tensors have no data."""
 
 
 class TorchSDPAGpuMetadataBuilder(GpuMetadataBuilder):

@@ -35,14 +35,9 @@ class AddNorm:
         if kernel is None:
             return None
         kernel.argtypes = [
-            _ADDRESS,
-            _NUMBER,
-            _ADDRESS,
-            _NUMBER,
-            _ADDRESS,
-            _ADDRESS,
-            _NUMBER,
-            _NUMBER,
+            *(_ADDRESS, _NUMBER) * 2,
+            *[_ADDRESS] * 2,
+            *[_NUMBER] * 2,
             ctypes.c_float,
         ]
         return cls(kernel, weight, eps)

@@ -215,7 +215,7 @@ def attend_chunks(
     max_query_len: int,
     options: AttentionOptions,
     sinks: torch.Tensor | None,
-    tuning: PagedAttentionTuning,
+    tuning: PagedAttentionTuning | None,
 ) -> None:
     """Launch the kernel; shapes are as in `paged_attention` and `ragged_attention`."""
     num_heads, head_size = query.shape[1:]
@@ -226,10 +226,16 @@ def attend_chunks(
     assert num_heads == num_queries_per_kv * num_kv_heads
     assert query.stride(2) == out.stride(2) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
-    assert tuning.tile_vectors >= num_queries_per_kv
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     if not num_sequences or not max_query_len:
         return
+    tuning = tuning or default_chunk_tuning(
+        num_queries_per_kv=num_queries_per_kv,
+        head_size=head_size,
+        dtype=query.dtype,
+        max_query_len=max_query_len,
+    )
+    assert tuning.tile_vectors >= num_queries_per_kv
     tables = layout.block_tables
     slopes = options.alibi_slopes
     unit = stride_unit(layout.keys)
@@ -315,13 +321,7 @@ def paged_attention(
         max_query_len=max_query_len,
         options=options,
         sinks=sinks,
-        tuning=tuning
-        or default_chunk_tuning(
-            num_queries_per_kv=query.shape[1] // layer_cache.shape[3],
-            head_size=query.shape[2],
-            dtype=query.dtype,
-            max_query_len=max_query_len,
-        ),
+        tuning=tuning,
     )
 
 
@@ -353,11 +353,5 @@ def ragged_attention(
         max_query_len=max_query_len,
         options=options,
         sinks=sinks,
-        tuning=tuning
-        or default_chunk_tuning(
-            num_queries_per_kv=query.shape[1] // key.shape[1],
-            head_size=query.shape[2],
-            dtype=query.dtype,
-            max_query_len=max_query_len,
-        ),
+        tuning=tuning,
     )
