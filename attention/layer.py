@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from attention.batch import AttentionBatch
 
-__all__ = ["Attention", "AttentionParams"]
+__all__ = ["Attention"]
 
 
 class Attention(nn.Module):

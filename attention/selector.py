@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from attention.gpu.layer_kernels import LayerKernels, LayerSet
 
 __all__ = [
-    "AUTO",
     "BACKEND_NAMES",
     "FlashInferBackend",
     "HybridBackend",

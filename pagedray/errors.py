@@ -124,6 +124,8 @@ _LOST = "the replica that kept it has ended or does not respond"
 class RequestError(PagedRayError):
     """A request that cannot be served; the message is sent to its client."""
 
+    openai_type = "invalid_request_error"
+
 
 class InvalidRequestError(RequestError, ValueError):
     """A field of a request has an invalid value."""
@@ -131,7 +133,6 @@ class InvalidRequestError(RequestError, ValueError):
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
     grpc_reason = "INVALID_REQUEST"
-    openai_type = "invalid_request_error"
     outcome = "invalid"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -213,7 +214,6 @@ class AuthenticationError(RequestError):
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
     grpc_reason = "UNAUTHENTICATED"
-    openai_type = "invalid_request_error"
     openai_code = "invalid_api_key"
     outcome = "unauthenticated"
 
@@ -224,7 +224,6 @@ class ForbiddenError(RequestError):
     http_status = 403
     grpc_status = "PERMISSION_DENIED"
     grpc_reason = "FORBIDDEN"
-    openai_type = "invalid_request_error"
     outcome = "forbidden"
 
 
@@ -234,7 +233,6 @@ class UnknownModelError(RequestError):
     http_status = 404
     grpc_status = "NOT_FOUND"
     grpc_reason = "UNKNOWN_MODEL"
-    openai_type = "invalid_request_error"
     openai_code = "model_not_found"
     outcome = "unknown_model"
 
@@ -251,7 +249,6 @@ class UnknownStreamError(RequestError):
     http_status = 404
     grpc_status = "NOT_FOUND"
     grpc_reason = "UNKNOWN_STREAM"
-    openai_type = "invalid_request_error"
     openai_code = "stream_not_found"
     outcome = "unknown_stream"
 
@@ -268,7 +265,6 @@ class UnknownResponseError(RequestError):
     http_status = 404
     grpc_status = "NOT_FOUND"
     grpc_reason = "UNKNOWN_RESPONSE"
-    openai_type = "invalid_request_error"
     outcome = "unknown_response"
 
     def __init__(self, response_id: str, *, is_lost: bool = False) -> None:
@@ -283,7 +279,6 @@ class DuplicateIdError(RequestError):
     http_status = 409
     grpc_status = "ALREADY_EXISTS"
     grpc_reason = "DUPLICATE_ID"
-    openai_type = "invalid_request_error"
     openai_code = "duplicate_request_id"
     outcome = "invalid"
 
@@ -319,7 +314,6 @@ class StreamTakenError(RequestError):
     http_status = 409
     grpc_status = "ABORTED"
     grpc_reason = "STREAM_TAKEN"
-    openai_type = "invalid_request_error"
     openai_code = "stream_taken"
     outcome = "cancelled"
 
@@ -333,7 +327,6 @@ class UnsupportedError(RequestError):
     http_status = 501
     grpc_status = "UNIMPLEMENTED"
     grpc_reason = "UNSUPPORTED"
-    openai_type = "invalid_request_error"
     outcome = "invalid"
 
 
@@ -367,6 +360,7 @@ class LethalRequestError(RequestError):
 
     # Clients retry 500.
     http_status = 422
+    openai_type = "server_error"
     grpc_reason = "LETHAL_REQUEST"
     openai_code = "lethal_request"
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "CGROUP",
     "available_host_bytes",
     "child_environment",
     "descriptor_limit",

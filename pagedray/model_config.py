@@ -33,7 +33,6 @@ __all__ = [
     "RopeConfig",
     "ScanNorm",
     "ScoreActivation",
-    "ScoreHeadKind",
     "Task",
     "TensorNames",
     "TextTensors",

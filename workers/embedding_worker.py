@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pagedray.node_memory import MemoryAddress
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["EmbeddingWorker", "PendingVectors", "make_worker", "pooled", "text_positions"]
+__all__ = ["EmbeddingWorker", "make_worker", "pooled", "text_positions"]
 
 logger = logging.getLogger(__name__)
 

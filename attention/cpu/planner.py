@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attention.batch import AttentionBatch, EncoderBatch
     from attention.cpu.buffers import Scratch, StepArrays, WritePlan
 
-__all__ = ["LayerPlanner", "PlanBuffers", "encoder_of", "make_planner"]
+__all__ = ["PlanBuffers", "encoder_of", "make_planner"]
 
 _Ints = npt.NDArray[np.int64]
 _Lengths = npt.NDArray[np.int32]

@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 
     from attention.cpu.plan import LayerPlan, Prompts, Span
 
-__all__ = [
-    "TorchSDPABackend",
-    "TorchSDPABackendImpl",
-    "TorchSDPAMetadata",
-    "TorchSDPAMetadataBuilder",
-    "TorchSDPAState",
-]
+__all__ = ["TorchSDPABackend", "TorchSDPAMetadataBuilder", "TorchSDPAState"]
 
 _LENGTH_STEP = 32
 

@@ -29,14 +29,7 @@ if TYPE_CHECKING:
     from attention.gpu.batch import GpuBatch, SubBatch
     from attention.kernels.arguments import DecodeItems, NewTokens
 
-__all__ = [
-    "FlashInferKernels",
-    "FlashInferPrefill",
-    "HybridKernels",
-    "PlanMemory",
-    "SharedScratch",
-    "log_loading",
-]
+__all__ = ["FlashInferKernels", "FlashInferPrefill", "HybridKernels"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionParams, AttentionSpec
     from attention.gpu.batch import SubBatch
 
-__all__ = ["GraphPages", "PageUploader", "Pages", "pinned"]
+__all__ = ["PageUploader", "Pages", "pinned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,15 +28,7 @@ if TYPE_CHECKING:
     from attention.kernels.arguments import NewTokens
     from attention.params import AttentionParams, AttentionSpec
 
-__all__ = [
-    "PagedDecodes",
-    "RaggedAttention",
-    "XFormersKernels",
-    "attn_bias",
-    "decode_op",
-    "unsupported_by_decode",
-    "unsupported_by_prefill",
-]
+__all__ = ["PagedDecodes", "RaggedAttention", "XFormersKernels", "attn_bias", "decode_op"]
 
 
 class _KeyTables(NamedTuple):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from workers.hub.model_name import HubSettings
 
-__all__ = ["check", "fetch", "fetch_command", "fetch_from_s3", "wait_for_mirror", "wait_for_model"]
+__all__ = ["check", "fetch", "fetch_command", "wait_for_mirror", "wait_for_model"]
 
 logger = logging.getLogger(__name__)
 

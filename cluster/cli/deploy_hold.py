@@ -19,7 +19,7 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["GcsNodes", "Nodes", "hold", "wait_for_drains"]
+__all__ = ["GcsNodes", "hold", "wait_for_drains"]
 
 _NOTICE_S = 10.0
 """Workers that are deleted with the head drain after their hook of 5 s."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import CallOptions
     from pagedray.config import EngineConfig
 
-__all__ = ["BatchLine", "read_batch", "run_batch"]
+__all__ = ["read_batch", "run_batch"]
 
 _PATHS = (
     "/v1/chat/completions",

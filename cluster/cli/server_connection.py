@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForbiddenError", "RemoteModel", "ServerConnection", "UnreachableError", "printable"]
+__all__ = ["ForbiddenError", "RemoteModel", "ServerConnection", "printable"]
 
 _MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_LINE_BYTES = 8 * 2**20

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cluster.llm.generation import Collector
     from pagedray.config import EngineConfig
 
-__all__ = ["LocalModel", "TextLLM", "TextModel", "chat", "generate"]
+__all__ = ["LocalModel", "TextLLM", "chat", "generate"]
 
 _QUOTES = '"""'
 _INTRODUCTION = "Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands."

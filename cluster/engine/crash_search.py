@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.scheduler import Scheduler
     from pagedray.request import Request
 
-__all__ = ["CrashHandler", "CrashSearch", "CrashingRequests", "DeathBudget", "Lengths"]
+__all__ = ["CrashHandler", "CrashSearch", "CrashingRequests", "DeathBudget"]
 
 logger = logging.getLogger(__name__)
 

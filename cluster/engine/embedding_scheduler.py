@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from pagedray.errors import EngineError
 
-__all__ = ["EmbeddingJob", "EmbeddingRequest", "EmbeddingScheduler"]
+__all__ = ["EmbeddingRequest", "EmbeddingScheduler"]
 
 _SAMPLING = SamplingParams(max_tokens=2**16)
 """A bound of the steps of a request, each with at least one text."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pagedray.batch import StepMasks
 
-__all__ = ["RankMonitor", "RankWatch", "ReportSource", "StartLimit", "WatchLimits", "WorkInFlight"]
+__all__ = ["RankMonitor", "RankWatch", "StartLimit", "WatchLimits", "WorkInFlight"]
 
 _MAX_TICK_S = 0.5
 """The longest time that one observation can add."""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "RECONNECT_VARIABLE",
     "RayEnvironment",
-    "RayProcess",
     "kill_child_processes",
     "kill_processes",
     "kill_ray_processes",

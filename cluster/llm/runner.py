@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pagedray.request import Request
 
 __all__ = [
-    "HELD_POLL_S",
     "CallWidth",
     "RequestRunner",
     "embed_prompts",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.prefix_cache import PrefixCache
     from pagedray.config import StepLimits
 
-__all__ = ["Save", "StateCopier", "StateCopies"]
+__all__ = ["StateCopier"]
 
 _GRIDS_PER_DECODE = 2
 """Distance of the snapshots of decodes, in units of the grid."""

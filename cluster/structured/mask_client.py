@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cluster.structured.messages import GrammarText
     from pagedray.request import AskedMasks, Request
 
-__all__ = ["CompiledGrammar", "MaskClient", "MaskProcessDiedError", "MatcherHandle"]
+__all__ = ["CompiledGrammar", "MaskClient", "MatcherHandle"]
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from cluster.structured.token_matchers import TextMatcher, TokenMatcher
     from cluster.structured.xgrammar_library import XGrammarLibrary
 
-__all__ = ["MaskJob", "MaskWork", "serve_masks"]
+__all__ = ["serve_masks"]
 
 _AFTER_ALL_S = math.inf
 """The place of masks behind drafts among masks by CPU time: no other mask waits for them."""

@@ -37,7 +37,6 @@ __all__ = [
     "Mxfp4Experts",
     "Router",
     "SigmoidRouter",
-    "StackedExperts",
     "make_expert_product",
     "product_class",
 ]

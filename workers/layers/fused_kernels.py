@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AddNormedKernel",
-    "GateKernel",
-    "HeadNormKernel",
     "NormKernels",
-    "QuantizedGateKernel",
     "RotateKernel",
     "add_normed_kernel",
     "gate_kernel",

@@ -29,16 +29,7 @@ if TYPE_CHECKING:
     from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
-__all__ = [
-    "DeltaRuleLayer",
-    "HasStates",
-    "RecurrentLayer",
-    "ScanLayer",
-    "ShortConvLayer",
-    "StepStates",
-    "layer_states",
-    "make_recurrent",
-]
+__all__ = ["RecurrentLayer", "StepStates", "layer_states", "make_recurrent"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from workers.layers.rope import Rotation
     from workers.models.self_attention import StepAttention
 
-__all__ = ["EmbeddingInput", "LayerEmbeddings", "ScaledDecoderLayer", "SideExperts"]
+__all__ = ["LayerEmbeddings", "ScaledDecoderLayer"]
 
 
 class ScaledDecoderLayer(DecoderLayer):

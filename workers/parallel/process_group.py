@@ -31,7 +31,7 @@ from workers.parallel.rendezvous import (
     SocketRendezvous,
 )
 
-__all__ = ["ProcessGroup", "make_group"]
+__all__ = ["make_group"]
 
 logger = logging.getLogger(__name__)
 

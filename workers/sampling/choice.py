@@ -39,7 +39,7 @@ from torch import Tensor
 
 from workers.sampling.noise import noise
 
-__all__ = ["Choice", "Draws", "FloatArray", "IntArray", "select_rows", "upload"]
+__all__ = ["Choice", "Draws", "IntArray", "select_rows", "upload"]
 
 _LAST = 0x7FFFFFFF
 """The key of NaN, which is larger than that of any score, and the largest id."""

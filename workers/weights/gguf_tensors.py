@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     _Bytes = npt.NDArray[np.uint8]
 
-__all__ = ["GgufEntry", "GgufModel"]
+__all__ = ["GgufModel"]
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 # The formats of `quantization_config`, with the inputs that share a scale.

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DummyTensors",
     "FiniteTensors",
-    "TensorSource",
     "fill_shards",
     "load_weights",
     "with_stored_experts",

@@ -27,7 +27,6 @@ __all__ = [
     "ITEM_BYTES",
     "TensorEntry",
     "common_dtype",
-    "first_line",
     "folder_dtype",
     "gguf_link",
     "read_entries",

@@ -37,14 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_libraries",
-    "compile_library",
-    "compiler_options",
     "find_compiler",
     "find_kernel",
     "find_library",
     "load_kernels",
     "seal_file",
-    "source_digest",
 ]
 
 logger = logging.getLogger(__name__)

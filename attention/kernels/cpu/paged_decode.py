@@ -18,14 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-__all__ = [
-    "DecodeBatch",
-    "PagedDecode",
-    "PagedKernel",
-    "PagedPrefill",
-    "PrefillBatch",
-    "kernel_suffix",
-]
+__all__ = ["DecodeBatch", "PagedDecode", "PagedPrefill", "PrefillBatch"]
 
 _MAX_BLOCK_SIZE = 256
 _MAX_HEAD_SIZE = 256

@@ -30,7 +30,7 @@ from attention.kernels.triton.tuning import (
     next_power_of_two,
 )
 
-__all__ = ["KeyLayout", "attend_chunks", "paged_attention", "ragged_attention"]
+__all__ = ["paged_attention", "ragged_attention"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

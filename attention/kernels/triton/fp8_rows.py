@@ -10,7 +10,7 @@ from attention.kernels.arguments import QuantizedRows
 from attention.kernels.triton.kernel_launcher import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["ROW_STEP", "empty_quantized", "quantize_blocks", "quantize_rows", "store_quantized"]
+__all__ = ["empty_quantized", "quantize_blocks", "quantize_rows", "store_quantized"]
 
 ROW_STEP = 128
 _FP8_MAX = tl.constexpr(448.0)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.cli.bench.client import LoadResult, Timing
 
-__all__ = ["Distribution", "Summary", "latency_table", "summarize", "total_table"]
+__all__ = ["Summary", "latency_table", "summarize", "total_table"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-__all__ = [
-    "BLOCKS",
-    "AnthropicMessage",
-    "TextBlock",
-    "read_anthropic_messages",
-    "read_system_prompt",
-    "read_text",
-]
+__all__ = ["AnthropicMessage", "read_anthropic_messages", "read_system_prompt", "read_text"]
 
 _ATTRIBUTION = "x-anthropic-billing-header:"
 

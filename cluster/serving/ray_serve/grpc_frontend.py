@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from cluster.serving.ray_serve.options import MessagePace
     from cluster.serving.servicer import Servicer
 
-__all__ = ["Broadcast", "Incoming", "ServeGrpc"]
+__all__ = ["Incoming", "ServeGrpc"]
 
 Incoming = Message | bytes | ProxiedMessage
 """The message of a call: decoded by Serve, as bytes, or from our own proxy's extension."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cluster.serving.continuation import Cause
     from pagedray.errors import PagedRayError
 
-__all__ = ["SESSION_HEADER", "ReplicaGuard", "middlewares"]
+__all__ = ["SESSION_HEADER", "ReplicaGuard"]
 
 SESSION_HEADER = "x-session-id"
 _SESSION_NAME = SESSION_HEADER.encode()

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from cluster.serving.telemetry.metrics import Metrics
     from pagedray.config import EngineConfig
 
-__all__ = ["ProgressWatch", "ReplicaEngine", "ServedReplica"]
+__all__ = ["ProgressWatch", "ServedReplica"]
 
 logger = logging.getLogger(__name__)
 

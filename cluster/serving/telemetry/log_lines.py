@@ -22,15 +22,7 @@ from pagedray.text import pluralize
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = [
-    "IgnoredParameters",
-    "JsonLines",
-    "LineLimit",
-    "LineRate",
-    "LogFormat",
-    "TextLines",
-    "logging_to",
-]
+__all__ = ["IgnoredParameters", "LineLimit", "LineRate", "LogFormat", "logging_to"]
 
 logger = logging.getLogger(__name__)
 

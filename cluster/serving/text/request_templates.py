@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.text.template_arguments import ChatPrompt
 
-__all__ = ["ProgramTemplates", "RequestTemplates", "TemplateProcess", "serve_templates"]
+__all__ = ["ProgramTemplates", "RequestTemplates", "TemplateProcess"]
 
 logger = logging.getLogger(__name__)
 

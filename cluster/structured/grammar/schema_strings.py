@@ -31,7 +31,7 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["STRING_FORMATS", "SchemaStrings", "found_in", "limited_string"]
+__all__ = ["STRING_FORMATS", "SchemaStrings", "limited_string"]
 
 _DATE = (
     r"[0-9]{3}[1-9]-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])"

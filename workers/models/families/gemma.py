@@ -19,7 +19,7 @@ from workers.models.families.text_part import TEXT_SECTION, as_text_part, is_tie
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3_MULTIMODAL", "gemma_config", "read_gemma3"]
+__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3_MULTIMODAL"]
 
 _MAX_CAP_GEMMA2 = 1e6
 _NAMES_GEMMA2 = TensorNames(

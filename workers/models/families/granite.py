@@ -22,14 +22,7 @@ from workers.models.config_json.rope_section import with_rope
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = [
-    "GRANITE",
-    "GRANITE_HYBRID",
-    "GRANITE_MOE",
-    "GRANITE_MOE_SHARED",
-    "GRANITE_MOE_SWA",
-    "granite_config",
-]
+__all__ = ["GRANITE", "GRANITE_HYBRID", "GRANITE_MOE", "GRANITE_MOE_SHARED", "GRANITE_MOE_SWA"]
 
 _NAMES_GRANITE_MOE = TensorNames(
     router="block_sparse_moe.router.layer",

@@ -20,15 +20,7 @@ from workers.models.families.text_part import TEXT_SECTION, as_text_part, is_tie
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = [
-    "MINISTRAL",
-    "MINISTRAL3",
-    "MISTRAL",
-    "MISTRAL3",
-    "MIXTRAL",
-    "read_ministral3",
-    "read_mistral",
-]
+__all__ = ["MINISTRAL", "MINISTRAL3", "MISTRAL", "MISTRAL3", "MIXTRAL"]
 
 _MAX_GROWTH_MINISTRAL3 = 1e3
 _THETA_MIXTRAL = 1e6

@@ -18,7 +18,7 @@ from workers.models.config_json.rope_section import longest_context, ropes_by_la
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["OLMO2", "OLMO3", "OLMOE", "olmo_config"]
+__all__ = ["OLMO2", "OLMO3", "OLMOE"]
 
 _NAMES_OLMO2 = TensorNames(
     attention_norm=None,

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "EMPTY",
     "INF",
     "MAX_SPLITS",
     "NAN_KEY",
@@ -14,7 +13,6 @@ __all__ = [
     "NO_TOKEN",
     "NUM_PARAMETERS",
     "SCALE",
-    "SMALLEST_KEY",
     "TOP_K",
     "TOP_P",
     "UNIT",

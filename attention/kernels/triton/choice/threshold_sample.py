@@ -23,7 +23,7 @@ from attention.kernels.triton.choice.scores import (
     weight_scale,
 )
 
-__all__ = ["ALL_UNITS", "NO_EDGE", "edges_within", "start_search", "store_bracket", "store_edges"]
+__all__ = ["ALL_UNITS", "edges_within", "start_search", "store_bracket", "store_edges"]
 
 NO_EDGE = tl.constexpr(0x7FFFFFFF)
 ALL_UNITS = tl.constexpr(1 << 62)

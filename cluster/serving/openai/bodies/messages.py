@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
-    "CalledFunction",
     "Function",
     "Message",
     "MessageCall",

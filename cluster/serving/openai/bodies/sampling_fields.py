@@ -35,7 +35,6 @@ __all__ = [
     "UNLIMITED",
     "WITHOUT_EFFECT",
     "RequestedStructure",
-    "ResponseFormat",
     "SamplingFields",
     "bounds",
     "cache_salt_field",
