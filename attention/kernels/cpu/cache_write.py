@@ -29,7 +29,7 @@ class CacheWrite:
             return None
         kernel = library.cache_write
         address, number = ctypes.c_void_p, ctypes.c_int64
-        kernel.argtypes = [address, number] * 3 + [number, address, address]
+        kernel.argtypes = [*(address, number) * 3, number, address, address]
         kernel.restype = None
         return cls(kernel)
 
