@@ -49,10 +49,12 @@ class Planner:
         *,
         config: SchedulerConfig,
         swap_costs: SwapCosts,
+        max_model_len: int,
         pace: StepPace | None,
         speculator: Speculator | None = None,
     ) -> None:
         """Without a pace, steps may take any time."""
+        self._max_model_len = max_model_len
         self._speculator = speculator
         self._kv = kv
         self._states = kv.states
@@ -189,23 +191,26 @@ class Planner:
         """Return the draft of an overlapped plan that continues the only plan in flight.
 
         It has the sequences of that plan, at positions as if all of their drafts are right, and
-        drafts that a draft head is guessing. A sequence sits out that would end, or that lacks a
-        block. The draft is empty if anything else could run.
+        drafts that a draft head is guessing. A sequence sits out that will probably have ended, or
+        that lacks a block. The draft is empty if anything else could run.
         """
         budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=0)
         draft, speculator = budget.draft, self._speculator
         draft.is_overlapped = True
         if speculator is None or not self._may_continue(speculator, last):
             return draft
+        most, last_position, limits = last.plan.num_drafts, self._max_model_len - 2, []
         for sequence in self._table.running:
             position = sequence.num_computed
-            if sequence.is_ending:
+            limit = speculator.most_guesses(sequence, min(most, last_position - position))
+            if limit < 0:
                 continue
             with Blame(sequence):
                 self._hold_slots(sequence, position, position + 1, draft)
             if position < sequence.blocks.num_slots:
                 draft.decodes.append(sequence)
                 draft.decode_positions.append(position)
+                limits.append(limit)
                 sequence.num_computed = position + 1
         if not draft.decodes:
             return draft
@@ -213,8 +218,7 @@ class Planner:
         if self._pace is not None:
             self._begin_pace(self._pace, draft)
         room = self._room_for_drafts(budget)
-        chains = speculator.buy_guesses(draft.decodes, most=last.plan.num_drafts, room=room)
-        self._plan_chains(chains, budget)
+        self._plan_chains(speculator.buy_guesses(draft.decodes, limits, room=room), budget)
         self._plan_head_drafts(speculator, draft)
         draft.evictions, _ = self._kv.take_copies(step)
         return draft

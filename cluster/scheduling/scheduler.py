@@ -104,6 +104,7 @@ class Scheduler:
             self._table,
             config=config,
             swap_costs=self._swap_costs,
+            max_model_len=max_model_len,
             pace=pace,
             speculator=self._speculator,
         )

@@ -7,6 +7,7 @@ engine faster. Which tokens are sampled does not depend on any of this.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import accumulate
 from operator import mul
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pagedray.batch import StepOutput, StepPlan
     from pagedray.config import SpeculationConfig
 
-__all__ = ["Chain", "RowTimes", "Speculator"]
+__all__ = ["Chain", "DraftRates", "RowTimes", "Speculator"]
 
 _FIRST_RATE = 0.6
 """How likely a draft is right as long as none was verified."""
@@ -358,15 +359,27 @@ class Speculator:
             if (number := chosen[index])
         ]
 
-    def buy_guesses(self, sequences: AnySequence[Sequence], *, most: int, room: int) -> list[Chain]:
+    def most_guesses(self, sequence: Sequence, most: int) -> int:
+        """Return how many drafts, at most `most`, a sequence needs behind the only plan in flight.
+
+        Negative if it will probably have ended.
+        """
+        if sequence.num_computed + most < sequence.max_length - 1:
+            return most
+        lead = 0.0 if sequence.drafts is None else sequence.drafts.lead
+        num_sampled = 1 + sum(self.rates.survivals(lead, sequence.num_pending - 1))
+        num_left = sequence.max_length - len(sequence.token_ids) - num_sampled
+        return min(most, math.ceil(num_left) - 1)
+
+    def buy_guesses(
+        self, sequences: AnySequence[Sequence], limits: AnySequence[int], *, room: int
+    ) -> list[Chain]:
         """Return chains with drafts that a draft head is guessing, at most `room` in all.
 
-        A step with a token of each sequence is planned, and `most` guesses are made of the tokens
-        behind each.
+        A step with a token of each sequence is planned. The number of drafts of each is limited.
         """
         offers = []
-        for sequence in sequences:
-            limit = min(most, sequence.max_length - sequence.num_computed - 1)
+        for sequence, limit in zip(sequences, limits, strict=True):
             if sequence.drafts is not None and limit > 0:
                 survivals = self.rates.survivals(sequence.drafts.lead, limit)
                 offers.append(_Offer(sequence, (_UNKNOWN,) * limit, 0, survivals))

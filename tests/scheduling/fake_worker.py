@@ -194,6 +194,7 @@ class FakeWorker:
         windows: tuple[int | None, ...] = (None,),
         state_blocks: int = 0,
         right: float = 0.7,
+        max_model_len: int,
     ) -> None:
         """`cpu_blocks` are those of a pool that outlived another worker.
 
@@ -201,6 +202,7 @@ class FakeWorker:
         """
         self._windows = windows
         self._right = right
+        self._max_model_len = max_model_len
         self._rng = random.Random(max_num_seqs)
         self._num_refused: dict[int, int] = {}
         """By row that the last step decoded, its drafts that were wrong."""
@@ -374,7 +376,7 @@ class FakeWorker:
             row, num_refused = self.rows[one.row], self._num_refused[one.row]
             end = one.first_position + num_refused + one.num_tokens
             assert end * len(self._windows) <= len(row.block_ids) * self.block_size
-            assert end < row.start.num_prompt_tokens + row.start.sampling.max_tokens
+            assert end < self._max_model_len
 
     def _refused(self, sampled: list[SequencePlan], late_rows: set[int]) -> dict[int, int]:
         """Return the number of wrong drafts of each row that samples."""

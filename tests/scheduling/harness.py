@@ -434,6 +434,7 @@ class Harness:
             windows=self.windows,
             state_blocks=self.state_blocks,
             right=self._right,
+            max_model_len=self.max_model_len,
         )
 
 

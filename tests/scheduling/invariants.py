@@ -137,7 +137,6 @@ class Invariants:
             assert not rest
             assert sequence.blocks.num_slots == num_entries * self._block_size
             self._check_table(sequence)
-            assert sequence.length <= sequence.max_length
             if sequence.num_computed < sequence.unchecked_until:
                 assert isinstance(sequence.state, Running)
                 assert not sequence.is_prefill
@@ -151,6 +150,9 @@ class Invariants:
                 for chain in one.chains
                 if chain.sequence is sequence
             )
+            # Tokens behind the end are dropped.
+            limit = self._scheduler._max_model_len if num_drafts else sequence.max_length
+            assert sequence.length <= limit
             if num_drafts:
                 num_planned = sum(sequence in one.sampled_sequences for one in in_flight)
                 assert sequence.num_pending == num_planned + num_drafts

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.scheduling.drafters import NgramDrafter
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.speculation import Speculator
+from cluster.scheduling.speculation import DraftRates, Speculator
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualHead, VirtualReplica, distinct_prompt
 from pagedray.batch import StepOutput, pack_token_ids
@@ -197,20 +197,45 @@ def test_requests_without_drafts_are_in_overlapped_plans() -> None:
     harness.drain()
 
 
-@pytest.mark.parametrize("right", [0.0, 1.0])
-def test_a_sequence_near_its_end_sits_out_for_at_most_one_plan(right: float) -> None:
-    harness = Harness(speculator=Eager(), right=right)
+class Sure(DraftRates):
+    """Predicts that all drafts are right."""
+
+    def survivals(self, lead: float, num_drafts: int, num_forced: int = 0) -> list[float]:
+        return [1.0] * num_drafts
+
+
+def without_drafts_right(rates: DraftRates) -> tuple[list[set[int]], list[StepPlan]]:
+    """Return the rows of plans behind the prompts, and the plans, of a short and a long answer."""
+    speculator = Eager()
+    speculator.rates = rates
+    harness = Harness(speculator=speculator, right=0.0)
     harness.add([1, 2], max_tokens=6)
     harness.add([1, 3], max_tokens=40)
     harness.turn()
-    short, long = (sequence.state.row for sequence in harness.sequences)
+    assert [sequence.state.row for sequence in harness.sequences] == [0, 1]
     harness.drain()
-    plans = [{row for row, _ in decodes(plan)} for plan in harness.plans if not plan.chunks]
-    with_short = [index for index, rows in enumerate(plans) if short in rows]
-    assert max(later - index for index, later in pairwise(with_short)) <= 2
-    assert all(long in rows for rows in plans)
-    if right == 0.0:
-        assert any(later - index == 2 for index, later in pairwise(with_short))
+    plans = [plan for plan in harness.plans if not plan.chunks]
+    return [{row for row, _ in decodes(plan)} for plan in plans], plans
+
+
+def test_a_sequence_that_has_probably_ended_sits_out_for_one_plan() -> None:
+    rows, _ = without_drafts_right(Sure())
+    with_short = [index for index, found in enumerate(rows) if 0 in found]
+    assert {later - index for index, later in pairwise(with_short)} == {1, 2}
+    assert all(1 in found for found in rows)
+
+
+def test_positions_may_be_behind_the_end_that_is_not_likely() -> None:
+    rates = DraftRates()
+    rates._rates = [0.05]
+    rows, plans = without_drafts_right(rates)
+    with_short = [index for index, found in enumerate(rows) if 0 in found]
+    # Five plans give it the tokens behind the first, and no other plan has it.
+    assert with_short == list(range(5))
+    # It ends with the token at position 7, from the token at position 6.
+    positions = [position for plan in plans for row, position in decodes(plan) if row == 0]
+    assert max(positions) > 6
+    assert all(1 in found for found in rows)
 
 
 def test_drafts_are_bounded_by_guesses_rows_tokens_and_length() -> None:

@@ -182,6 +182,7 @@ class SimulatedRanks(Executor):
             windows=scenario.windows,
             state_blocks=scenario.state_blocks,
             right=scenario.right,
+            max_model_len=scenario.max_model_len,
         )
 
     def _post(self, message: StepPlan | StepMasks) -> None:
