@@ -426,12 +426,12 @@ Chain.with_guesses: drafts are guesses behind another token
 + drafts.head_ids[-len(self.draft_ids) :]
 
 Planner.continue_plan: more drafts are planned than guessed
-- most=last.plan.num_drafts
-+ most=last.plan.num_drafts + 1
+- = last.plan.num_drafts,
++ = last.plan.num_drafts + 1,
 
-Planner.continue_plan: a token is planned behind the end of a sequence
-- if sequence.is_ending:
-+ if False:
+Planner.continue_plan: a token is planned behind the limit of the model
+- self._max_model_len - 2
++ self._max_model_len
 
 Planner.continue_plan: a position that may be reached has no block
 - if position < sequence.blocks.num_slots:

@@ -130,7 +130,13 @@ def make_scenario(seed: int) -> Scenario:
             scenario,
             has_head=True,
             clients=tuple(
-                replace(one, n=max(one.n, 2), max_tokens=max(one.max_tokens, 12)) for one in clients
+                replace(
+                    one,
+                    n=max(one.n, 2),
+                    max_tokens=max(one.max_tokens, 12),
+                    num_unmasked=3 * one.num_unmasked,
+                )
+                for one in clients
             ),
             max_num_seqs=draws.choice((3, 8)),
             max_num_batched_tokens=max(scenario.max_num_batched_tokens, 5),
