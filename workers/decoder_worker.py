@@ -317,6 +317,9 @@ class DecoderWorker(Worker):
                 num_spare_states=self._num_spare_states,
                 has_head=self._drafter is not None and self._drafter.lag > 0,
                 head_group=self._spec.cache_groups[-1],
+                counts_refused=self._device.type == "cuda"
+                and self._config.speculation is not None
+                and self._drafter is None,
             )
             sampler = Sampler(
                 max_num_rows=max_num_seqs,

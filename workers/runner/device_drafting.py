@@ -132,7 +132,7 @@ class DeviceDrafting(Drafting):
                     phase.drafts = self._draft_decodes(phase, step)
                 else:
                     phase.graph.replay()
-                self.has_lengths = True
+                self._table.has_refused = True
                 return self._published(phase, len(firsts), num_drafts)
         return super().run(inputs, token_ids, num_drafts)
 

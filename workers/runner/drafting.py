@@ -54,9 +54,6 @@ class Drafting(ABC):
         self._sampler = sampler
         self._choice = sampler.choice
         self._last_position = drafter.layers.max_positions - 1
-        self.has_lengths = False
-        """Whether the token table has the drafts of the latest step, and how many drafts of the
-        chains of that step were wrong; false until the step is run."""
 
     def run(
         self,

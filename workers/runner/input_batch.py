@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch
-from attention.kernels.arguments import Segments
+from attention.kernels.arguments import NUM_ITEM_WORDS, Segments
 from workers.sampling.edits import Chains
 from workers.sampling.logprobs import PromptChunk
 
@@ -70,6 +70,9 @@ class StepInputs:
     """The slot of each token in the layer of a draft head, as `token_rows`."""
     sampled_indices: _Ints | None = None
     """The token of the step of each sampled row, on the host; None if all tokens are sampled."""
+    chains: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """The row, the first token and the end of the tokens of each sequence, int64 on the device, if
+    refused drafts are to be counted."""
     is_overlapped: bool = False
     """Whether positions on the host are too high by the refused drafts of the step before, and
     `draft_ids` say only which rows have drafts."""
@@ -96,6 +99,7 @@ class InputBatch:
         num_spare_states: int = 0,
         has_head: bool = False,
         head_group: int = 0,
+        counts_refused: bool = False,
     ) -> None:
         """`windows` are the windows of the groups of layers, each with a block table for each row.
 
@@ -104,11 +108,13 @@ class InputBatch:
         Only on a CPU do all other kernels give a token the same numbers in any batch. With
         `has_states`, the parts of a sequence depend on one another, and must be a single segment,
         and each step saves up to `num_spare_states`. `has_head` is whether a draft head reads the
-        tokens of steps, and `head_group` the group of its layer.
+        tokens of steps, and `head_group` the group of its layer. With `counts_refused`, the refused
+        drafts of steps are counted on the device, if nothing else counts them.
         """
         assert not (replays_decodes and has_states)
         self._has_head = has_head
         self._head_group = head_group
+        self._counts_refused = counts_refused
         self._has_states = has_states
         self._num_spare_states = num_spare_states
         self._table = table
@@ -127,6 +133,21 @@ class InputBatch:
         """The rows of the last step of decodes alone, and their segments."""
         self._most_drafts = 0
         """The most drafts of a row in that step."""
+
+    def warm_up(self) -> None:
+        """Compile the kernels of overlapped plans, if there may be some."""
+        if not (self._has_head or self._counts_refused) or not self._table.all_tokens.is_cuda:
+            return
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.advance import shorten, shorten_items
+
+        refused = self._table.num_refused
+        words = torch.zeros(1, 2 * NUM_ITEM_WORDS, dtype=torch.int32, device=refused.device)
+        shorten(words[0, 4:5], refused[:1].clone(), words, refused[:1], block_size=self._block_size)
+        shorten_items(words, refused[:1])
+        if self._counts_refused:
+            numbers = torch.zeros_like(refused[:1])
+            self._table.count_refused((numbers,) * 3, (numbers,) * 2)
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Start the rows of new sequences and append new blocks to block tables."""
@@ -171,6 +192,7 @@ class InputBatch:
 
         On a CPU, generated tokens that are computed again are decodes, after all prefills.
         """
+        self._table.has_refused = False
         if not plan.chunks:
             return self._decode_inputs(plan.decodes, is_overlapped=plan.is_overlapped)
         has_drafts = len(plan.decodes.draft_ids) > 0
@@ -274,11 +296,17 @@ class InputBatch:
             positions,
             has_chains=draft_ids is not None,
         )
+        most_before, self._most_drafts, of_chains = self._most_drafts, 0, tuple[_Ints, ...]()
+        if draft_ids is not None:
+            chains = Chains(draft_ids)
+            self._most_drafts = int(chains.lengths.max()) - 1
+            if self._counts_refused:
+                of_chains = rows[chains.firsts], chains.firsts, chains.firsts + chains.lengths
         of_head = (self._head_slots(attention),) if self._has_head else ()
         token_ids, device_positions, others = self._table.begin_step(
             rows,
             positions,
-            *(rows, ends, *of_head, *parts),
+            *(rows, ends, *of_chains, *of_head, *parts),
             draft_ids=written,
             is_overlapped=is_overlapped,
         )
@@ -286,8 +314,11 @@ class InputBatch:
         if is_overlapped:
             device_ends = device_positions + 1
             excess = self._table.num_refused.index_select(0, device_rows)
-            attention = replace(attention, excess=excess, max_excess=self._most_drafts)
-        self._most_drafts = 0 if draft_ids is None else int(Chains(draft_ids).lengths.max()) - 1
+            attention = replace(attention, excess=excess, max_excess=most_before)
+        device_chains = None
+        if of_chains:
+            chain_rows, firsts, chain_ends, *segments = segments
+            device_chains = chain_rows, firsts, chain_ends
         head_slots = segments.pop(0) if self._has_head else None
         if is_new:
             kept = _segments(segments, np.diff(starts), is_chained=draft_ids is not None)
@@ -304,6 +335,7 @@ class InputBatch:
             segments=kept,
             token_rows=device_rows if self._has_head else None,
             head_slots=head_slots,
+            chains=device_chains,
             is_overlapped=is_overlapped,
         )
 
@@ -364,7 +396,10 @@ class InputBatch:
 
         The device may still write the result, which is that of `TokenTable.append`.
         """
-        return self._table.append(*inputs.sampled_places, token_ids)
+        appended = self._table.append(*inputs.sampled_places, token_ids)
+        if inputs.chains is not None:
+            self._table.count_refused(inputs.chains, (inputs.token_ids, inputs.positions))
+        return appended
 
     def _start(self, start: SequenceStart) -> None:
         self._num_prompt_tokens[start.row] = start.num_prompt_tokens

@@ -62,7 +62,7 @@ class ModelRunner:
         self._drafting = drafting
         self._prompts = Prompts()
         self._latest: tuple[StepPlan, PendingTokens] | None = None
-        """The latest step with tokens, if there is a draft head."""
+        """The latest step that an overlapped plan may follow."""
         self._last_step = LastStep()
 
     @torch.inference_mode()
@@ -70,6 +70,7 @@ class ModelRunner:
         """Compile the kernels that sample from logits of this dtype."""
         self._progress.enter(Phase.WARMING_UP)
         self._sampler.warm_up(dtype)
+        self._batch.warm_up()
         if self._drafting is not None:
             self._drafting.warm_up()
 
@@ -104,12 +105,10 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
         self._progress.enter(Phase.PREPARING)
-        if plan.is_overlapped and not self._has_lengths(plan):
+        if plan.is_overlapped and not self._can_shorten(plan):
             assert self._latest is not None
             before, pending = self._latest
             plan = completed_plan(plan, before, pending.sampled())
-        if self._drafting is not None:
-            self._drafting.has_lengths = False
         if plan.starts:
             plan = msgspec.structs.replace(plan, starts=self._prompts.complete_starts(plan.starts))
         for start in plan.starts:
@@ -154,13 +153,13 @@ class ModelRunner:
             device=device,
             prompt_reports=prompt_reports,
         )
-        if self._drafting is not None and plan.num_tokens:
+        if self._drafting is not None or plan.decodes.draft_ids:
             self._latest = plan, pending
         return pending
 
-    def _has_lengths(self, plan: StepPlan) -> bool:
+    def _can_shorten(self, plan: StepPlan) -> bool:
         """Return whether the device can complete an overlapped plan."""
-        if self._drafting is None or not self._drafting.has_lengths:
+        if not self._batch.table.has_refused:
             return False
         rows = np.frombuffer(plan.decodes.rows, np.int32).astype(np.int64)
         return self.forward_pass.takes_excess and self._sampler.only_draws(rows)

@@ -34,8 +34,8 @@ def completed_plan(plan: StepPlan, before: StepPlan, sampled: Sampled) -> StepPl
     of_chains = rows_before[chains.firsts]
     num_refused[of_chains] = chains.lengths - chains.num_tokens(sampled.token_ids)
     indices[of_chains] = np.arange(len(of_chains))
-    draft_ids = np.zeros(0, dtype=np.int32)
-    if is_draft.any():
+    draft_ids = np.frombuffer(plan.decodes.draft_ids, np.int32)
+    if is_draft.any() and not len(draft_ids):
         assert sampled.draft_ids is not None
         guesses = sampled.draft_ids.numpy()[indices[rows[is_draft]], places[is_draft] - 1]
         draft_ids = guesses.astype(np.int32)

@@ -21,6 +21,7 @@ _ALIGNMENT = 2
 _NUM_OUTPUTS = 4
 """More than the number of steps with tokens that a rank has not sent yet."""
 _Ints: TypeAlias = "NDArray[np.int64]"
+_Chains: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 
 
 class TokenTable:
@@ -47,7 +48,9 @@ class TokenTable:
         self.positions = torch.zeros_like(self.token_ids)
         """The positions of `token_ids`, `[max_num_tokens]`; empty on a CPU."""
         self.num_refused = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
-        """How many drafts of each row the latest step with a draft head refused."""
+        """How many drafts of each row were refused by the latest step that has counted them."""
+        self.has_refused = False
+        """Whether that is the latest step."""
         self._prompts = PinnedRing(device)
         self._steps = PinnedRing(device)
         self._outputs = [
@@ -148,6 +151,14 @@ class TokenTable:
             )
         parts = [part[: len(other)] for part, other in zip(rest.split(sizes), others, strict=True)]
         return token_ids, device_positions, parts
+
+    def count_refused(self, chains: _Chains, step: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Count the refused drafts of chains, as `attention.kernels.triton.draft_rows` does."""
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.draft_rows import count_refused
+
+        count_refused(self.num_refused, chains, step, self._tokens)
+        self.has_refused = True
 
     def append(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor

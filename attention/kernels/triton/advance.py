@@ -70,23 +70,23 @@ def _shorten_rows(
     tl.store(seq_lens + rows, lengths, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_items", "num_rows"])
+@triton.jit(do_not_specialize=["num_places", "rows_per_item", "num_rows"])
 def _shorten_items(
     words: tl.tensor,
     excess: tl.tensor,
-    num_items: tl.tensor,
+    num_places: tl.tensor,
+    rows_per_item: tl.tensor,
     num_rows: tl.tensor,
-    rows_per_item: tl.constexpr,
     item_words: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Shorten `tile` rows of items.
 
     Launched by `shorten_items`; grid `(tiles of rows of items,)`. Pointers: words
-    `[num_items, (1 + rows_per_item) * item_words]` int32, excess `[B]` int64.
+    `[num_places / rows_per_item, (1 + rows_per_item) * item_words]` int32, excess `[B]` int64.
     """
     places = tl.program_id(0) * tile + tl.arange(0, tile)
-    is_place = places < num_items * rows_per_item
+    is_place = places < num_places
     item = words + places // rows_per_item * ((1 + rows_per_item) * item_words)
     place = places % rows_per_item
     is_place &= place < tl.load(item, mask=is_place, other=0)
@@ -174,7 +174,7 @@ def shorten_items(words: torch.Tensor, excess: torch.Tensor) -> None:
     _SHORTEN_ITEMS.launch(
         (triton.cdiv(num_items * rows_per_item, _TILE), 1, 1),
         (words, excess),
-        (rows_per_item, NUM_ITEM_WORDS, _TILE),
-        (num_items, len(excess)),
+        (NUM_ITEM_WORDS, _TILE),
+        (num_items * rows_per_item, rows_per_item, len(excess)),
         num_warps=4,
     )

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "MOST_COUNTED",
     "MOST_PARTS",
     "BegunDrafts",
     "begin_drafts",
+    "count_refused",
     "key_drafts",
     "num_words",
     "pack_drafts",
@@ -34,6 +36,8 @@ __all__ = [
 
 MOST_PARTS = 64
 """The most programs that attend for a row and KV head; a power of two."""
+MOST_COUNTED = 256
+"""The most drafts of a chain that are counted."""
 _FIRST_WORD = 2
 """The words before the sequences: the width of block tables, and the number of tokens."""
 _NUM_SEQUENCE_WORDS = 7
@@ -169,6 +173,36 @@ def _begin_drafts(
         tl.store(table + columns, tl.load(own + columns, mask=is_column), mask=is_column)
 
 
+@triton.jit(do_not_specialize=["token_stride"])
+def _count_refused(
+    num_refused: tl.tensor,
+    rows: tl.tensor,
+    firsts: tl.tensor,
+    ends: tl.tensor,
+    step_ids: tl.tensor,
+    step_positions: tl.tensor,
+    tokens: tl.tensor,
+    token_stride: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Count the wrong drafts of a chain.
+
+    Launched by `count_refused`; grid `(num_chains,)`. Pointers, all int64: num_refused `[rows]`,
+    rows, firsts, ends `[num_chains]`, step_ids, step_positions `[num_tokens]`, tokens
+    `[rows, token_stride]`.
+    """
+    program = tl.program_id(0)
+    row = tl.load(rows + program)
+    first = tl.load(firsts + program)
+    last = tl.load(ends + program) - 1
+    chain = first + tl.arange(0, tile)
+    is_draft = chain < last
+    at = tl.load(step_positions + chain, mask=is_draft, other=0)
+    sampled = tl.load(tokens + row * token_stride + at + 1, mask=is_draft, other=0)
+    is_wrong = is_draft & (sampled != tl.load(step_ids + chain + 1, mask=is_draft, other=0))
+    tl.store(num_refused + row, last - tl.min(tl.where(is_wrong, chain, last), 0))
+
+
 @triton.jit(do_not_specialize=["token_stride", "draft_stride", "num_drafts", "num_rows"])
 def _publish_drafts(
     host: tl.tensor,
@@ -232,6 +266,7 @@ def _key_drafts(
 
 _PLACE_DRAFTS = KernelLauncher(_place_drafts)
 _BEGIN_DRAFTS = KernelLauncher(_begin_drafts)
+_COUNT_REFUSED = KernelLauncher(_count_refused)
 _PUBLISH_DRAFTS = KernelLauncher(_publish_drafts)
 _KEY_DRAFTS = KernelLauncher(_key_drafts)
 
@@ -368,6 +403,23 @@ def begin_drafts(
         (tokens.stride(0), begun.tables.stride(0), num_places, num_rows),
         num_warps=1,
     )
+
+
+def count_refused(
+    num_refused: torch.Tensor,
+    chains: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    step: tuple[torch.Tensor, torch.Tensor],
+    tokens: torch.Tensor,
+) -> None:
+    """Write how many drafts of each chain are wrong to `num_refused` of its row, `[max_num_rows]`.
+
+    `chains` are the row, the first token of the step and the end of the tokens of each, with at
+    most `MOST_COUNTED` drafts. `step` and `tokens` as in `begin_drafts`; all are int64.
+    """
+    tensors = (num_refused, *chains, *step, tokens)
+    assert all(tensor.dtype == torch.int64 for tensor in tensors)
+    grid = len(chains[0]), 1, 1
+    _COUNT_REFUSED.launch(grid, tensors, (MOST_COUNTED,), (tokens.stride(0),), num_warps=1)
 
 
 def publish_drafts(

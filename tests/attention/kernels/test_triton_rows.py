@@ -9,6 +9,7 @@ from attention.batch import AttentionBatch
 from attention.kernels.triton.advance import advance
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.copy_blocks import copy_blocks
+from attention.kernels.triton.draft_rows import count_refused
 from attention.kernels.triton.gated_activation import Gate, gated, sigmoid_gated, soft_capped
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.kernels.triton.norm_rope import add_norm, add_parts_norm, norm_heads, rotate_heads
@@ -435,6 +436,29 @@ def test_positions_of_overlapped_steps_are_less_by_the_refused_drafts(num_tokens
     assert positions.tolist() == expected.tolist()
     assert token_ids.tolist() == table.cpu()[rows, expected].tolist()
     assert copied.tolist() == [3, 4]
+
+
+def test_refused_drafts_of_chains_are_counted() -> None:
+    table = random_table()
+    # Of chains in rows 3, 0 and 2, none, one and all drafts are right; row 3 has no drafts.
+    drafts: list[list[int]] = [[], [5, 6], [7, 8, 9]]
+    sampled = [[1], [5, 4, 2], [7, 8, 9, 3]]
+    starts, rows = [4, 2, 0], [3, 0, 2]
+    step_ids: list[int] = []
+    positions: list[int] = []
+    firsts, ends = [], []
+    for chain, tokens, first, row in zip(drafts, sampled, starts, rows, strict=True):
+        firsts.append(len(step_ids))
+        step_ids += [99, *chain]
+        positions += range(first, first + len(tokens))
+        ends.append(len(step_ids))
+        table[row, first + 1 : first + 1 + len(tokens)] = torch.tensor(tokens)
+    refused = torch.full((NUM_ROWS,), -5, device=DEVICE)
+    chains = torch.tensor([rows, firsts, ends], device=DEVICE)
+    step = torch.tensor([step_ids, positions], device=DEVICE)
+    count_refused(refused, (chains[0], chains[1], chains[2]), (step[0], step[1]), table)
+    assert [refused[row].item() for row in rows] == [0, 1, 0]
+    assert (refused == -5).sum() == NUM_ROWS - 3
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])

@@ -184,10 +184,13 @@ def with_tensors(folder: Path, **shapes: tuple[int, ...]) -> Path:
 class Rank:
     """A rank with a draft head, and the rows and blocks of its sequences."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:  # Any: options of any type
-        model = target_of(folder)
+    def __init__(self, folder: Path | None, **options: Any) -> None:  # Any: options of any type
+        """Without the folder of a head, the controller has the drafts."""
+        model = TARGET if folder is None else target_of(folder)
         named = {"method": "mtp"} if model == folder else {"model": str(folder)}
-        if is_draft_model(folder):
+        if folder is None:
+            named = {"method": "ngram"}
+        elif is_draft_model(folder):
             named["method"] = "draft_model"
         chosen: dict[str, Any] = {
             "dtype": "float32",
@@ -442,18 +445,14 @@ GPU = {
     "dtype": "bfloat16",
     "num_threads": None,
     "attention_backend": "torch_sdpa",
+    "max_num_seqs": 16,
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "host",
-        pytest.param("device", marks=WAYS[1].marks),
-        pytest.param("gpu", marks=[pytest.mark.gpu, NEEDS_GPU]),
-        pytest.param("gpu eager", marks=[pytest.mark.gpu, NEEDS_GPU]),
-    ],
-)
+GPU_WAYS = [pytest.param(way, marks=[pytest.mark.gpu, NEEDS_GPU]) for way in ("gpu", "gpu eager")]
+
+
+@pytest.mark.parametrize("way", ["host", pytest.param("device", marks=WAYS[1].marks), *GPU_WAYS])
 @pytest.mark.parametrize(
     ("temperatures", "is_model"),
     [((0.0, 0.0), False), ((0.7, 0.0), False), ((1.0, 0.8), False), ((0.7, 0.0), True)],
@@ -522,6 +521,66 @@ def test_overlapped_plan_follows_the_tokens_of_the_step_before(
     # Some chains were accepted whole, others not at all.
     assert {0, NUM_DRAFTS} <= set(lengths)
     assert len(completed) == (0 if way.startswith("gpu") else 6)
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("way", ["host", *GPU_WAYS])
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.9)])
+def test_overlapped_plan_has_the_drafts_that_it_brings(
+    temperatures: tuple[float, float], way: str
+) -> None:
+    options = GPU | {"enforce_eager": way == "gpu eager"} if way.startswith("gpu") else {}
+    ranks = [Rank(None, **options) for _ in range(3)]
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(2, 2000, size).tolist() for size in (9, 14)]
+    samplings = [SamplingParams(temperature=one, max_tokens=50) for one in temperatures]
+    blocks = [list(range(16)), list(range(16, 32))]
+    starts = [start(row, prompts[row], blocks[row], samplings[row], seed=row) for row in range(2)]
+    chunks = [SequencePlan(row, 0, len(tokens), True) for row, tokens in enumerate(prompts)]
+    output, _, _ = [rank.send(StepPlan(0, chunks, starts)).output() for rank in ranks]
+    ends = [len(tokens) for tokens in prompts]
+    # All tokens, one by one.
+    plain, ordinary, overlapped = ranks
+    answers = [[token] for token in output.token_ids]
+    for number in range(34):
+        decodes = Decodes.pack([0, 1], [end + number for end in ends])
+        output = plain.send(StepPlan(0, [], decodes=decodes)).output()
+        for answer, token in zip(answers, output.token_ids, strict=True):
+            answer.append(token)
+    num_known, upper = [1, 1], [1, 1]
+    pending: tuple[list[int], PendingTokens] | None = None
+    for step in range(5):
+        guesses = [
+            answer[number : number + NUM_DRAFTS]
+            for answer, number in zip(answers, upper, strict=True)
+        ]
+        if step == 1:
+            # So are the next drafts of the row, which follow it.
+            guesses[0][2] += 1
+        outputs = []
+        for rank, numbers in ((ordinary, num_known), (overlapped, upper)):
+            positions = [end + number - 1 for end, number in zip(ends, numbers, strict=True)]
+            rows, places, draft_ids = chains_of(positions, guesses)
+            plan = StepPlan(
+                0,
+                [],
+                decodes=Decodes.pack(rows, places, draft_ids=draft_ids),
+                is_overlapped=rank is overlapped and step > 0,
+            )
+            outputs.append(rank.send(plan))
+            if rank is ordinary:
+                sampled = np.array(outputs[0].output().token_ids).reshape(2, -1)
+        if pending is not None:
+            assert pending[1].output().token_ids == pending[0]
+        pending = sampled.reshape(-1).tolist(), outputs[1]
+        is_right = sampled[:, :-1] == np.array(guesses)
+        accepted = np.cumprod(is_right, axis=1).sum(axis=1).tolist()
+        upper = [number + NUM_DRAFTS + 1 for number in num_known]
+        upper = [number + NUM_DRAFTS + 1 for number in num_known]
+        num_known = [number + 1 + right for number, right in zip(num_known, accepted, strict=True)]
+        if step == 1:
+            assert accepted == [2, NUM_DRAFTS]
     for rank in ranks:
         rank.close()
 
