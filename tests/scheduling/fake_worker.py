@@ -507,11 +507,15 @@ class FakeWorker:
             return
         end = plan.first_position + plan.num_tokens
         for group in range(len(self._windows)):
-            for position in range(self._first_seen(plan.first_position, group), end):
+            position = self._first_seen(plan.first_position, group)
+            while position < end:
                 block, slot = self._slot(row, position, group)
                 assert block >= 0, f"position {position} of row {plan.row} has no block"
-                found, expected = self.device[block][slot], in_group(row.chain[position], group)
+                found = self.device[block][slot : slot + end - position]
+                chain = row.chain[position : position + len(found)]
+                expected = [in_group(one, group) for one in chain] if group else chain
                 assert found == expected, f"position {position} of row {plan.row} is wrong"
+                position += len(found)
 
     def _live_blocks(self, row: int) -> range:
         first = self.num_blocks + row * self.state_blocks

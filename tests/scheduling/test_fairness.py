@@ -27,6 +27,7 @@ from cluster.simulation.virtual_replica import (
 from pagedray.config import SchedulerConfig, SpeculationConfig
 from pagedray.errors import StartupError
 from tests.scheduling.harness import Harness
+from tests.slow_params import some_slow
 
 
 def make_harness(**changes: int) -> Harness:
@@ -235,7 +236,7 @@ def alone_s() -> float:
     return first_token_times("none", duration_s=8.0)[-1]
 
 
-@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("flood", some_slow(FLOODS, slow=FLOODS[2:]))
 def test_a_light_tenant_starts_soon_beside_a_flood(flood: Flood, alone_s: float) -> None:
     times = first_token_times(flood, duration_s=8.0)
     assert times[-1] <= 1.5 * alone_s + 2 * FULL_STEP_S

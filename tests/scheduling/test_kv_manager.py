@@ -562,7 +562,7 @@ PROMPTS = [(1, 1, 2, 2, 3, 3, 4), (1, 1, 2, 2, 5, 5, 6, 6, 7), (1, 1, 8, 8), (9,
 
 
 @pytest.mark.parametrize("windows", [(), (None, 3)])
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)), min_size=30, max_size=60

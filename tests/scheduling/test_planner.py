@@ -16,7 +16,7 @@ from tests.scheduling.harness import Harness
 if TYPE_CHECKING:
     from pagedray.config import Preemption
 
-SLOW: tuple[Workload, ...] = ("shared prefix", "long prompts")
+SLOW: tuple[Workload, ...] = ("shared prefix", "long prompts", "forks")
 
 
 def crowded(preemption: Preemption, *, num_cpu_blocks: int = 8) -> Harness:

@@ -23,6 +23,7 @@ from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 from tests.scheduling.builders import make_active, make_manager, make_request
 from tests.scheduling.harness import Harness
+from tests.slow_params import some_slow
 
 
 def make_sequence(*, arrival: int, priority: int = 0) -> Sequence:
@@ -174,12 +175,12 @@ def run_beside_newcomers(seed: int, *, newcomers: bool, preemption: Preemption) 
     return large
 
 
-@pytest.mark.parametrize("first_seed", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", some_slow([range(2), range(2, 12)], slow=[range(2, 12)]))
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_a_large_sequence_starts_in_bounded_time_whatever_arrives_later(
-    preemption: Preemption, first_seed: int
+    preemption: Preemption, seeds: range
 ) -> None:
-    for seed in range(first_seed, 4 if first_seed == 0 else 12):
+    for seed in seeds:
         alone = run_beside_newcomers(seed, newcomers=False, preemption=preemption)
         large = run_beside_newcomers(seed, newcomers=True, preemption=preemption)
         assert large.start_step <= alone.start_step + BOUND, seed

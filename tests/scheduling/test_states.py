@@ -16,6 +16,7 @@ from cluster.scheduling.device_tier import group_key, state_key
 from pagedray.errors import CapacityError
 from pagedray.request import FinishReason
 from tests.scheduling.harness import Harness
+from tests.slow_params import some_slow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -511,7 +512,7 @@ def test_windows_before_snapshots_are_not_evicted_first() -> None:
     assert len(conversation) - 1 - run(harness, conversation + tokens(2, 20)) <= 127
 
 
-@pytest.mark.parametrize("num_blocks", [40_000, 9000])
+@pytest.mark.parametrize("num_blocks", some_slow([40_000, 9000], slow=[40_000]))
 def test_conversations_find_nearly_as_many_tokens_as_without_states(num_blocks: int) -> None:
     load = ConversationLoad(num_conversations=20, num_system_prompts=4, duration_s=60.0)
     dense, found = (
