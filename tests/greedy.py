@@ -20,7 +20,7 @@ from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 NUM_TRIES = 20
 PROMPT_LENGTHS = (3, 17, 32, 41, 64, 70)
 LONGEST = max(PROMPT_LENGTHS) + NUM_TOKENS

@@ -203,7 +203,7 @@ def test_drafts_change_no_token_and_no_logprob(truth: Truth) -> None:
 
 
 @cases(*SAMPLED)
-@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("has_cache", some_slow([True, False], slow=[False]))
 def test_drafts_change_no_sampled_token(truth: Truth, has_cache: bool) -> None:
     # Any: parameters of any type.
     random: dict[str, Any] = {"temperature": 0.8, "max_tokens": NUM_TOKENS, "logprobs": 0}
@@ -394,7 +394,7 @@ def with_overflowing_token(folder: Path, target: Path) -> Path:
 
 
 @cases(*SAMPLED)
-@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("has_cache", some_slow([True, False], slow=[False]))
 def test_several_completions_of_a_prompt_are_those_of_single_requests(
     truth: Truth, has_cache: bool
 ) -> None:
