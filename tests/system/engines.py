@@ -8,8 +8,13 @@ import psutil
 import pytest
 
 from cluster.engine.engine_loop import EngineLoop
+from cluster.engine.engine_options import EngineOptions, engine_config
+from cluster.engine.open_engine import open_engine
+from cluster.serving.text.tokenizer import Tokenizer
 from pagedray import LLM, AsyncLLM, SamplingParams
 from pagedray.batch import StepOutput
+from pagedray.config import EngineConfig
+from tests.serving.conftest import Server
 from tests.system.server_process import TINY_LLAMA
 
 _PROMPTS = [[5, 6, 7], [11] * 20, list(range(3, 60))]
@@ -24,6 +29,25 @@ def open_llm(folder: Path = TINY_LLAMA, **options: Any) -> LLM:
     """
     given = {"executor": "local", "device": "cpu", "dtype": "float32", "num_threads": 1}
     return LLM(folder, **{"show_progress": False, **given, **options})
+
+
+class EngineServer(Server):
+    """Frontends over an engine in this process."""
+
+    # Any: engine options of any type.
+    def __init__(self, folder: Path = TINY_LLAMA, **options: Any) -> None:
+        given = {"executor": "local", "device": "cpu", "num_threads": 1, **options}
+        self._config = engine_config(folder, EngineOptions(**given))
+        super().__init__(Tokenizer.from_config(self._config))
+
+    def config(self, context: int) -> EngineConfig:
+        return self._config
+
+    def attach(self) -> None:
+        engine = open_engine(self._config, self.client, lambda what, fraction: None)
+        engine.stop = engine.close  # type: ignore[attr-defined]  # as the fake engine is stopped
+        self.engine = engine  # type: ignore[assignment]
+        self.client.attach_engine(engine)
 
 
 # Any: engine options of any type.

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
-from tests.system.server_process import TINY_LLAMA, ServerProcess
+from tests.system.engines import EngineServer
+from tests.system.server_process import TINY_LLAMA
 from workers.models.families.registry import read_model_config
 
 QUERY = "capital of China"
@@ -165,19 +166,19 @@ def test_reranker_of_sentence_transformers_is_one_without_an_option(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(("--executor=local", "--task=score"), folder) as process:
-        yield process
+def server(folder: Path) -> Iterator[EngineServer]:
+    with EngineServer(folder, task="score") as server:
+        yield server
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: EngineServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30.0) as client:
         yield client
 
 
-def test_grpc_scores_documents(server: ServerProcess, folder: Path) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+def test_grpc_scores_documents(server: EngineServer, folder: Path) -> None:
+    with grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         request = pagedray_pb2.ScoreRequest(query=QUERY, documents=DOCUMENTS)
         answer = stub.Score(request, timeout=60.0)

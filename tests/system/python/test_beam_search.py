@@ -13,8 +13,8 @@ from pagedray import LLM, BeamSearchParams, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.system.engines import open_llm
-from tests.system.server_process import TINY_LLAMA, ServerProcess
+from tests.system.engines import EngineServer, open_llm
+from tests.system.server_process import TINY_LLAMA
 
 PROMPTS = ["class Queue:", "def read_config(path):\n", "The"]
 CASES = {
@@ -111,20 +111,20 @@ def test_sampling_params_are_not_those_of_a_search(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(("--executor=local", "--dtype=float32")) as server:
+def server() -> Iterator[EngineServer]:
+    with EngineServer(dtype="float32") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+def client(server: EngineServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def stub(server: ServerProcess) -> Iterator[pagedray_pb2_grpc.GenerationServiceStub]:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+def stub(server: EngineServer) -> Iterator[pagedray_pb2_grpc.GenerationServiceStub]:
+    with grpc.insecure_channel(server.grpc_target) as channel:
         yield pagedray_pb2_grpc.GenerationServiceStub(channel)
 
 

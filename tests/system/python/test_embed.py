@@ -1,4 +1,4 @@
-"""A small random BERT: `LLM.embed` in this process and on Ray actors, and `pagedray serve`."""
+"""A small random BERT: `LLM.embed` in this process and on Ray actors, and over both frontends."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from pagedray import LLM
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
-from tests.system.engines import rank_processes
-from tests.system.server_process import TINY_LLAMA, ServerProcess
+from tests.system.engines import EngineServer, rank_processes
+from tests.system.server_process import TINY_LLAMA
 from tests.workers.models.encoder_reference import (
     TEXTS,
     VOCAB_SIZE,
@@ -219,18 +219,18 @@ def test_pooling_is_read_from_the_checkpoint(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(("--executor=local", "--max-num-batched-tokens=64"), folder) as process:
-        yield process
+def server(folder: Path) -> Iterator[EngineServer]:
+    with EngineServer(folder, max_num_batched_tokens=64) as server:
+        yield server
 
 
 def test_served_encoder_gives_the_same_vectors_on_both_frontends(
-    server: ServerProcess, folder: Path
+    server: EngineServer, folder: Path
 ) -> None:
     request = pagedray_pb2.EmbedRequest(
         prompts=[{"token_ids": {"ids": prompt}} for prompt in PROMPTS], normalize=False
     )
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+    with grpc.insecure_channel(server.grpc_target) as channel:
         answer = pagedray_pb2_grpc.GenerationServiceStub(channel).Embed(request, timeout=60.0)
     over_grpc = torch.tensor([list(one.values) for one in answer.embeddings])
     assert torch.allclose(over_grpc, expected(folder, "mean"), atol=1e-4, rtol=1e-4)
@@ -242,7 +242,7 @@ def test_served_encoder_gives_the_same_vectors_on_both_frontends(
     assert torch.allclose(over_http, cut / cut.norm(dim=1, keepdim=True), atol=1e-5)
 
 
-def test_served_encoder_does_not_generate_and_describes_itself(server: ServerProcess) -> None:
+def test_served_encoder_does_not_generate_and_describes_itself(server: EngineServer) -> None:
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/ready").status_code == 200
         rejected = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})
@@ -256,14 +256,14 @@ def test_served_encoder_does_not_generate_and_describes_itself(server: ServerPro
         assert loads["num_steps"] >= 1
         tokens = http.post("/tokenize", json={"model": "bert0", "prompt": "w5 w9"})
         assert tokens.json()["tokens"] == [1, 5, 9, 2]
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        assert "pagedray_healthy 1.0" in http.get("/metrics").text
+    with grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(pagedray_pb2.GenerateRequest(text="w1"), timeout=60.0))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         info = stub.GetServerInfo(pagedray_pb2.GetServerInfoRequest(), timeout=60.0)
     assert "BertModel" in str(info)
-    assert server.metrics()["pagedray_healthy"] == 1.0
 
 
 def test_linear_layers_after_pooling_change_the_size_of_vectors(tmp_path: Path) -> None:

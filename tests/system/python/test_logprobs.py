@@ -14,7 +14,8 @@ import transformers
 from pagedray import LLM, Generation, SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.system.server_process import TINY_LLAMA, ServerProcess
+from tests.system.engines import EngineServer
+from tests.system.server_process import TINY_LLAMA
 
 PROMPTS = [[(7 * place + seed) % 500 for place in range(size)] for seed, size in
            enumerate((2, 5, 40, 97, 61))]  # fmt: skip
@@ -113,11 +114,10 @@ TEXTS = ["def first(items): return items[0]", "class Empty: pass"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    arguments = ("--executor=local", "--device=cpu", "--dtype=float32")
+def server() -> Iterator[EngineServer]:
     # Prompts are computed in several chunks.
-    with ServerProcess((*arguments, "--max-num-batched-tokens=8", "--max-num-seqs=4")) as process:
-        yield process
+    with EngineServer(dtype="float32", max_num_batched_tokens=8, max_num_seqs=4) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def own(text_logprobs: tuple[list[int], torch.Tensor]) -> list[float]:
 
 
 def test_echo_scores_the_prompt(
-    server: ServerProcess, text_logprobs: list[tuple[list[int], torch.Tensor]]
+    server: EngineServer, text_logprobs: list[tuple[list[int], torch.Tensor]]
 ) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.completions.create(
@@ -167,7 +167,7 @@ def test_echo_scores_the_prompt(
             assert text.startswith(token, offset)
 
 
-def test_generated_tokens_follow_those_of_the_prompt(server: ServerProcess) -> None:
+def test_generated_tokens_follow_those_of_the_prompt(server: EngineServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         both = client.completions.create(
             model="tiny-llama", prompt=TEXTS[0], max_tokens=4, echo=True, logprobs=1, temperature=0
@@ -186,7 +186,7 @@ def test_generated_tokens_follow_those_of_the_prompt(server: ServerProcess) -> N
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_prompt_logprobs_are_listed(server: ServerProcess, path: str) -> None:
+def test_prompt_logprobs_are_listed(server: EngineServer, path: str) -> None:
     given = (
         {"prompt": TEXTS[0]}
         if path == "completions"
@@ -219,7 +219,7 @@ GIVEN = {"logprob_token_ids": TOKEN_IDS, "return_tokens_as_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+def client(server: EngineServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -273,9 +273,9 @@ def test_chat_reports_the_tokens_in_their_order(client: openai.OpenAI, *, is_str
         assert [top.token for top in token.top_logprobs] == NAMES
 
 
-def test_grpc_reports_the_tokens(server: ServerProcess, next_logprobs: list[float]) -> None:
+def test_grpc_reports_the_tokens(server: EngineServer, next_logprobs: list[float]) -> None:
     sampling = pb.SamplingParams(max_tokens=1, logprobs=0, logprob_token_ids=TOKEN_IDS)
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+    with grpc.insecure_channel(server.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         answers = list(stub.Generate(pb.GenerateRequest(text=TEXT, sampling=sampling)))
     (found,) = [one for part in answers for seq in part.sequences for one in seq.logprobs]

@@ -13,7 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
-from tests.system.server_process import TINY_LLAMA, ServerProcess
+from tests.system.engines import EngineServer
+from tests.system.server_process import TINY_LLAMA
 from tests.workers.models.encoder_reference import VOCAB_SIZE, save_bert, save_xlm_roberta
 
 QUERY = "w5 w9"
@@ -75,13 +76,13 @@ def test_bert_scores_pairs_with_their_token_types(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(("--executor=local",), folder) as process:
-        yield process
+def server(folder: Path) -> Iterator[EngineServer]:
+    with EngineServer(folder) as server:
+        yield server
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: EngineServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30.0) as client:
         yield client
 
