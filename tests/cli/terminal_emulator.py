@@ -48,6 +48,7 @@ class Terminal:
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._lock = threading.Lock()
+        self._text: str | None = None
         self.written = b""
         self._master, slave = pty.openpty()
         self._set_size(columns, lines)
@@ -78,7 +79,9 @@ class Terminal:
     @property
     def text(self) -> str:
         with self._lock:
-            return "\n".join(self._screen.display)
+            if self._text is None:
+                self._text = "\n".join(self._screen.display)
+            return self._text
 
     @property
     def cells(self) -> tuple[pyte.screens.Char, ...]:
@@ -95,6 +98,7 @@ class Terminal:
     def resize(self, columns: int, lines: int) -> None:
         with self._lock:
             self._screen.resize(lines, columns)
+            self._text = None
         self._set_size(columns, lines)
 
     def _set_size(self, columns: int, lines: int) -> None:
@@ -110,3 +114,4 @@ class Terminal:
             self.written += written
             with self._lock:
                 self._stream.feed(written)
+                self._text = None
