@@ -382,9 +382,9 @@ def flag_notes(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
 def _add(parser: argparse.ArgumentParser, name: str, flags: list[str], **more: Any) -> None:
     lacking = [flag for flag in flags if flag not in parser._option_string_actions]
     if lacking:
-        parser.add_argument(
-            *lacking, action=_VllmFlag, dest=_DEST, name=name, help=argparse.SUPPRESS, **more
-        )
+        # Hundreds of flags for each command: `add_argument` would format each of them.
+        action = _VllmFlag(lacking, _DEST, name=name, help=argparse.SUPPRESS, **more)
+        parser._add_action(action)
 
 
 def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
