@@ -113,7 +113,7 @@ def test_greedy_drafts_are_accepted(folder: Path) -> None:
     head = load_reference(folder, target())
     counts = [
         count
-        for prompt in held_out_prompts(4)
+        for prompt in held_out_prompts(2)
         for count in num_accepted(
             target(), head, SharedNoise(0.0, 0), prompt, num_tokens=24, num_drafts=3
         )

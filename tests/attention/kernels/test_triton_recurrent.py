@@ -11,7 +11,7 @@ from attention.kernels.arguments import DeltaGates, GatedNorm, Segments
 from attention.kernels.triton.causal_conv import causal_conv
 from attention.kernels.triton.delta_rule import delta_rule, gated_norm
 from attention.kernels.triton.selective_scan import selective_scan
-from tests.attention.kernels.kernel_device import DEVICE
+from tests.attention.kernels.kernel_device import DEVICE, or_slow
 from tests.attention.kernels.recurrent_case import (
     CHAINED,
     SAVING,
@@ -143,7 +143,9 @@ def test_saved_columns_have_the_bits_of_segments_that_end_there(width: int) -> N
     )
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "state_dtype", or_slow([torch.float32, torch.bfloat16], slow=[torch.float32])
+)
 def test_accepted_tokens_of_chains_advance_states_like_decodes(state_dtype: torch.dtype) -> None:
     delta = DeltaCase.make(*CHAINED, value_size=20, state_dtype=state_dtype)
     assert chains_equal_decodes(delta, lambda case: case.run(plain_rule))

@@ -376,7 +376,7 @@ def layers(draw: st.DrawFn) -> list[AttentionParams]:
 
 @given(data=st.data())
 @settings(
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

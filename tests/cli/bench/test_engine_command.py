@@ -13,6 +13,7 @@ from cluster.cli.bench.datasets import WORKLOADS
 from cluster.cli.commands import main
 from cluster.llm.llm import LLM
 from pagedray.errors import DeviceError
+from tests.slow_params import some_slow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,7 +200,7 @@ def test_a_mistake_is_one_line(
     assert reason in error
 
 
-@pytest.mark.parametrize("command", ["latency", "throughput"])
+@pytest.mark.parametrize("command", some_slow(["latency", "throughput"], slow=["latency"]))
 def test_drafts_are_reported(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("--input-len=9", "--output-len=60")
     more = ("--num-iters=1", "--num-iters-warmup=0", "--batch-size=1")

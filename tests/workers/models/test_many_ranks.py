@@ -76,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 24,
     },
 }
-ALWAYS = [("eight-sinks", 8, False), ("eight-shapes", 4, True), ("eight-states", 8, True)]
+ALWAYS = [("eight-shapes", 4, True), ("eight-states", 8, True)]
 OTHERS = [
     (name, num_ranks, is_expert_parallel)
     for name in MODELS
