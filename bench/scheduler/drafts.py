@@ -12,7 +12,6 @@ drafts, and each pass of it takes `--pass-ms`.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.sequence import Sequence as ScheduledSequence
 
-__all__ = ["Comparison", "Setting", "compare"]
+__all__ = ["COST", "Comparison", "Setting", "compare"]
 
 _MEASURED = StepCost(
     points=((1, 4.14e-3), (8, 4.3e-3), (16, 4.37e-3), (64, 4.9e-3), (256, 8.7e-3), (2048, 46.3e-3))
 )
 _GRAPHS = (1, 2, 4, *range(8, 2049, 8))
 """Steps take as long as with the next of these numbers of rows."""
-_COST = msgspec.structs.replace(
+COST = msgspec.structs.replace(
     LLAMA_8B_H200,
     points=tuple(
         (number, _MEASURED.tokens_s(largest))
@@ -57,11 +56,14 @@ class _FixedDrafts(Speculator):
     def is_worth_waiting(self, running: Sequence[ScheduledSequence], *, room: int) -> bool:
         return True
 
-    def num_head_drafts(self, num_sequences: int, *, room: int) -> int:
+    def _best_number(self, num_sequences: int, num_guessed: int, room: int) -> int:
         return self._num_drafts
 
-    def _chosen(self, offers: list[object], *, num_rows: int, room: int) -> Counter[int]:  # type: ignore[override]  # it reads only their number
-        return Counter(dict.fromkeys(range(len(offers)), self._num_drafts))
+    def _number_but_for_measurements(self, number: int) -> int:
+        return number
+
+    def _chosen(self, offers: Sequence[object], *, num_rows: int, room: int) -> list[int]:
+        return [self._num_drafts] * len(offers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ def _rate(
     replica = VirtualReplica(
         SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192),
         KvOptions(block_size=16, num_blocks=60_000, num_cpu_blocks=0),
-        msgspec.structs.replace(_COST, gap_s=setting.gap_s, pass_s=setting.pass_s),
+        msgspec.structs.replace(COST, gap_s=setting.gap_s, pass_s=setting.pass_s),
         max_model_len=4000,
         speculator=speculator,
         head=head,

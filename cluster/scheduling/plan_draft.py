@@ -90,6 +90,7 @@ class PlanDraft:
         "disk_reads",
         "disk_writes",
         "evictions",
+        "feeds_head",
         "growing_rows",
         "is_overlapped",
         "late_copies",
@@ -145,6 +146,7 @@ class PlanDraft:
         """Tokens that a draft head guesses for each sequence."""
         self.is_overlapped = False
         """Whether the tokens of the step before are not known, nor the drafts of chains."""
+        self.feeds_head = True
 
     @property
     def is_empty(self) -> bool:
@@ -225,4 +227,5 @@ class PlanDraft:
             self.late_copies,
             self.num_drafts,
             self.is_overlapped,
+            self.feeds_head,
         )

@@ -300,9 +300,14 @@ class Planner:
 
     def _plan_head_drafts(self, speculator: Speculator, draft: PlanDraft) -> None:
         """Have a draft head guess the tokens behind the sampled tokens, in blocks of their own."""
-        num_sequences = len(draft.sampled) + len(draft.chains)
-        room = min(self._max_num_tokens, self._table.num_rows)
-        draft.num_drafts = speculator.num_head_drafts(num_sequences, room=room)
+        is_fed, draft.num_drafts = speculator.plan_head(
+            draft.sampled + [chain.sequence for chain in draft.chains],
+            draft.prefilled,
+            num_running=len(self._table.running),
+            room=min(self._max_num_tokens, self._table.num_rows),
+        )
+        # An overlapped plan that follows reads the lengths of sequences from the head.
+        draft.feeds_head = is_fed or draft.is_overlapped or bool(draft.chains)
         if not draft.num_drafts:
             return
         starts = [(chain.sequence, chain.position) for chain in draft.chains]

@@ -321,7 +321,7 @@ class Scheduler:
         in_flight = self._in_flight.popleft()
         if self._cost_meter is not None:
             self._cost_meter.note_output(in_flight.plan, output)
-        if self._speculator is not None and output.forward_s and not in_flight.plan.chunks:
+        if self._speculator is not None and output.forward_s:
             self._speculator.note_step(in_flight.plan, output, is_alone=in_flight.is_alone)
         return self._outputs.read_output(in_flight, output)
 
@@ -445,7 +445,7 @@ class Scheduler:
         if not self._in_flight:
             return False
         last = self._in_flight[-1]
-        if last.chains or last.plan.num_drafts:
+        if last.chains or (last.plan.num_drafts and not speculator.is_trying):
             return True
         running = self._table.running
         if self._kv.states is not None and any(one.is_prefill for one in running):

@@ -476,6 +476,7 @@ class SequenceDrafts:
     __slots__ = (
         "_guess",
         "_num_misses",
+        "feeding",
         "head_ids",
         "lead",
         "num_followed",
@@ -501,6 +502,9 @@ class SequenceDrafts:
         """The latest guesses of a draft head."""
         self.num_known = 0
         """The number of tokens that these follow."""
+        self.feeding: int | None = None
+        """The number of the feeding in which a draft head reads its tokens; None before its first
+        tokens, and -1 if a draft head has not read them all."""
 
     def note_miss(self, num_tokens: int, most: int) -> None:
         """Pause guesses, which take time, for a token more after each miss in a row."""

@@ -8,9 +8,11 @@ engine faster. Which tokens are sampled does not depend on any of this.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from itertools import accumulate
-from operator import mul
+from bisect import bisect_left, bisect_right
+from collections import deque
+from itertools import accumulate, chain
+from operator import mul, neg
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.drafters import HeadDrafter, NgramDrafter, PredictionDrafter
@@ -49,8 +51,8 @@ _SIZE_WEIGHT = 0.05
 _DRIFT_ROWS = 64
 """Rows in addition to the rows of a step of which times change together."""
 _LEAST_S = 1e-6
-_PASS_WEIGHT = 0.3
-"""Weight of a step in the time of a pass of a draft head."""
+_HEAD_WEIGHT = 0.3
+"""Weight of a step in the times of a draft head."""
 _NUM_STEPS_KEPT = 2000
 """Steps after which the time of a number of rows is measured again."""
 _UNKNOWN_ROW = 0.005
@@ -64,8 +66,10 @@ _FORCED_WEIGHT = 0.02
 """Weight of such a token in their rate."""
 _FIRST_GAP_S = 0.0003
 """Gap that is assumed as long as none was measured."""
-_GAP_WEIGHT = 0.2
-"""Weight of a step in the gaps."""
+_NUM_GAPS = 8
+"""Latest gaps of which the mean is predicted."""
+_IDLE_WEIGHT = 0.2
+"""Weight of a step in the time that ranks wait for plans that are made ahead."""
 _GAP_DECAY = 0.0005
 """Part of the gap that is dropped in each step without it, so that it is measured again."""
 _MOST_PAUSED = 8
@@ -74,8 +78,19 @@ _MOST_WAITING = 256
 """Running sequences up to which a plan may wait for the tokens of the step before."""
 _UNKNOWN = -2
 """A draft that is not known yet."""
-_NUM_STEPS_ALIKE = 64
-"""Steps with a draft head, or without it, after which a step of the other kind is measured."""
+_PLAIN_PERIOD = 512
+"""Steps with guesses of a draft head after which a step without them is measured."""
+_PATIENCE = 256
+"""Steps after which a draft head with guesses that do not pay reads no more tokens."""
+_PAUSE = 1024
+"""Steps without a draft head after which it reads the tokens of new sequences again."""
+_TRIAL = 64
+"""Steps in which these sequences must show that guesses pay."""
+_TRIAL_PERIOD = 4
+"""Steps from one try of guesses to the next in such a trial; the next is that of other steps."""
+_COMMON_PERIOD = 32
+_ENOUGH = 256
+"""Sequences of which guesses are tried in a trial."""
 
 
 class Chain(NamedTuple):
@@ -122,12 +137,15 @@ class RowTimes:
 
     def __init__(self) -> None:
         self._times: dict[int, _StepTime] = {}
+        self._sizes: list[int] = []
+        """The sizes of these, in ascending order."""
         self._drift_s = 0.0
         """By how much steps are slower than when they were measured, for each row and 64 more."""
         self._num_steps = 0
         self.idle_s = 0.0
         """How long ranks wait for plans that are made during the step before."""
         self._gap_s = _FIRST_GAP_S
+        self._gaps = deque((_FIRST_GAP_S,), _NUM_GAPS)
 
     @property
     def gap_s(self) -> float:
@@ -137,12 +155,12 @@ class RowTimes:
     def note_idle(self, seconds: float, *, has_gap: bool) -> None:
         """Note how long ranks waited for a plan, which has a gap if it was made after the step."""
         if has_gap:
-            gap_s = min(max(seconds - self.idle_s, 0.0), 2 * self._gap_s)
-            self._gap_s += _GAP_WEIGHT * (gap_s - self._gap_s)
-            self._gap_s = max(self._gap_s, _LEAST_S)
+            self._gaps.append(max(seconds - self.idle_s, 0.0))
+            # The longest may have any cause.
+            self._gap_s = fmean(sorted(self._gaps)[:-1])
         else:
             idle_s = min(seconds, self.idle_s + _FIRST_GAP_S)
-            self.idle_s += _GAP_WEIGHT * (idle_s - self.idle_s)
+            self.idle_s += _IDLE_WEIGHT * (idle_s - self.idle_s)
             self._gap_s = max(self._gap_s * (1 - _GAP_DECAY), min(self._gap_s, _FIRST_GAP_S))
 
     def note(self, num_rows: int, seconds: float) -> None:
@@ -151,7 +169,13 @@ class RowTimes:
         known = self._times.get(size)
         expected_s = self.time_of(size) if self._times else seconds
         # A single step may take any time; the first of a size may capture a graph.
-        error_s = min(seconds, 2 * expected_s) - expected_s
+        limit_s = 2 * expected_s
+        if known is None:
+            index = bisect_left(self._sizes, size)
+            for above in self._sizes[index : index + 1]:
+                limit_s = max(limit_s, self._known_time(above))
+            self._sizes.insert(index, size)
+        error_s = min(seconds, limit_s) - expected_s
         count = 1 if known is None else known.num_measured + 1
         weight = max(2 / (count + 1), _SIZE_WEIGHT)
         drift_s = self._drift_s * (size + _DRIFT_ROWS)
@@ -160,6 +184,11 @@ class RowTimes:
             expected_s - drift_s + weight * error_s, count, self._num_steps
         )
         self._drift_s += _DRIFT_WEIGHT * (1 - weight) * error_s / (size + _DRIFT_ROWS)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any steps were measured."""
+        return bool(self._times)
 
     def has_measured(self, num_rows: int) -> bool:
         """Return whether steps of a number of rows were measured."""
@@ -174,15 +203,16 @@ class RowTimes:
         known = self._times.get(size)
         if known is not None and self._num_steps - known.step < _NUM_STEPS_KEPT:
             return self._known_time(size)
-        below = max((other for other in self._times if other < size), default=0)
-        above = min((other for other in self._times if other > size), default=0)
+        index, end = bisect_left(self._sizes, size), bisect_right(self._sizes, size)
+        below = self._sizes[index - 1] if index else 0
+        above = self._sizes[end] if end < len(self._sizes) else 0
         if not below:
             return self._known_time(above) * size / above if above else 1 + _UNKNOWN_ROW * size
         least_s = self._known_time(below)
         if above:
             part = (size - below) / (above - below)
             return least_s + part * part * max(self._known_time(above) - least_s, 0.0)
-        first, row_s = min(self._times), _UNKNOWN_ROW * least_s
+        first, row_s = self._sizes[0], _UNKNOWN_ROW * least_s
         if first < below:
             # Sizes beyond are at least as fast as if rows took as long as so far.
             row_s = min(row_s, max(least_s - self._known_time(first), 0.0) / (below - first))
@@ -191,6 +221,74 @@ class RowTimes:
     def _known_time(self, size: int) -> float:
         seconds = self._times[size].seconds + self._drift_s * (size + _DRIFT_ROWS)
         return max(seconds, _LEAST_S)
+
+
+class HeadTimes:
+    """The time that a draft head adds to steps, by number of guesses, as measured."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}
+
+    def note(self, number: int, seconds: float) -> None:
+        """Note the time of a number of guesses of each sequence."""
+        known = self._times.get(number, seconds)
+        self._times[number] = known + _HEAD_WEIGHT * (seconds - known)
+
+    def time_of(self, number: int) -> float:
+        """Return the predicted time of a number of guesses, of which each may take a pass."""
+        if number in self._times or not self._times:
+            return self._times.get(number, 0.0)
+        nearest = min(self._times, key=lambda other: abs(other - number))
+        return self._times[nearest] * number / nearest
+
+
+class HeadFeeding:
+    """When a draft head reads tokens, and when its guesses are tried although they do not pay."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.number = 0
+        """How often it was begun again. Only sequences that have started since have guesses."""
+        self._num_steps = 0
+        """Steps since guesses paid, or since feeding began or ended."""
+        self._age = 0
+        """Steps since feeding began."""
+        self.num_tries = 0
+        """Sequences with guesses that were tried since then."""
+        self._limit = _PATIENCE
+
+    @property
+    def is_try(self) -> bool:
+        """Whether guesses behind the next step are tried if they do not pay."""
+        return self.is_on and self._num_steps % self._period == self._period // 4
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether tokens are known that earlier tries have guessed."""
+        return self.is_on and self._num_steps % self._period == 0
+
+    @property
+    def _period(self) -> int:
+        is_trial = self._age <= _TRIAL and self.num_tries < _ENOUGH
+        return _TRIAL_PERIOD if is_trial else _COMMON_PERIOD
+
+    def advance(self, *, pays: bool, has_starts: bool) -> None:
+        """Decide about the next step, which may have starts of sequences."""
+        self._num_steps += 1
+        self._age += 1
+        if self.is_on and pays:
+            self._num_steps, self._limit = 0, _PATIENCE
+        elif self.is_on and self._num_steps > self._limit:
+            self.is_on, self._num_steps = False, 0
+        elif not self.is_on and has_starts and (pays or self._num_steps > _PAUSE):
+            self.is_on, self._num_steps, self._age, self.num_tries = True, 0, 0, 0
+            self._limit = _PATIENCE if pays else _TRIAL
+            self.number += 1
+
+
+def _set_feeding(new: Iterable[SequenceDrafts], number: int) -> None:
+    for drafts in new:
+        drafts.feeding = number
 
 
 class _StepTime(NamedTuple):
@@ -225,6 +323,10 @@ class DraftRates:
         """The weight of the next draft in each rate."""
         self._trust = 0.5
         """How much of a lead counts."""
+
+    def renew(self) -> None:
+        """Let rates follow the next drafts as fast as they followed the first."""
+        self._weights = [_FIRST_WEIGHT] * len(self._weights)
 
     def survivals(self, lead: float, num_drafts: int, num_forced: int = 0) -> list[float]:
         """Return how likely each of the first drafts of a chain is accepted.
@@ -288,10 +390,14 @@ class Speculator:
         self._num_drafts = config.num_speculative_tokens
         self.rates = DraftRates()
         self.times = RowTimes()
-        self._pass_s = 0.0
-        """The time of a pass of a draft head, which guesses a token of each sequence."""
-        self._num_alike = 0
-        self._had_head = False
+        self.head_times = HeadTimes()
+        self.feeding = HeadFeeding()
+        self.is_trying = False
+        """Whether the guesses behind the latest plan are only tried: no chain will verify them."""
+        self._tried: AnySequence[Sequence] = ()
+        """Sequences with such guesses."""
+        self._num_paying = 0
+        """Steps with guesses since a step without them was measured."""
         self._most_paused = 0
         self.num_chains = 0
         self.num_draft_tokens = 0
@@ -330,7 +436,7 @@ class Speculator:
                 # If the guess is wrong, there may be other guesses.
                 survivals = self.rates.survivals(drafts.lead, len(proposed) - 1)
                 offers.append(_Offer(sequence, proposed[1:], 0, survivals))
-        return bool(offers) and bool(self._chosen(offers, num_rows=len(running), room=room))
+        return self._best_total(_likeliest(offers, room), len(running)) > 0
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
         """Return the drafts worth their time, at most `room`, of sequences that a plan decodes.
@@ -355,8 +461,8 @@ class Speculator:
                 offer.draft_ids[:number],
                 offer.num_forced,
             )
-            for index, offer in enumerate(offers)
-            if (number := chosen[index])
+            for offer, number in zip(offers, chosen, strict=True)
+            if number
         ]
 
     def most_guesses(self, sequence: Sequence, most: int) -> int:
@@ -380,65 +486,123 @@ class Speculator:
         """
         offers = []
         for sequence, limit in zip(sequences, limits, strict=True):
-            if sequence.drafts is not None and limit > 0:
-                survivals = self.rates.survivals(sequence.drafts.lead, limit)
+            drafts = sequence.drafts
+            if drafts is not None and self._has_read(sequence) and limit > 0:
+                survivals = self.rates.survivals(drafts.lead, limit)
                 offers.append(_Offer(sequence, (_UNKNOWN,) * limit, 0, survivals))
         chosen = self._chosen(offers, num_rows=len(sequences), room=room)
         return [
             Chain(offer.sequence, offer.sequence.num_computed - 1, offer.draft_ids[:number])
-            for index, offer in enumerate(offers)
-            if (number := chosen[index])
+            for offer, number in zip(offers, chosen, strict=True)
+            if number
         ]
 
-    def num_head_drafts(self, num_sequences: int, *, room: int) -> int:
-        """Return how many tokens a draft head should guess behind a step of these sequences.
+    def plan_head(
+        self,
+        sampled: AnySequence[Sequence],
+        prefilled: Iterable[Sequence],
+        *,
+        num_running: int,
+        room: int,
+    ) -> tuple[bool, int]:
+        """Return whether a draft head reads the tokens of a plan, and how many tokens it guesses.
 
-        The next step has room for `room` rows.
+        It guesses behind each of the `sampled` sequences; `prefilled` sequences have known tokens
+        in the plan, and `room` is the number of rows of the next plan.
         """
-        if not num_sequences:
-            return 0
-        number = self._best_number(num_sequences, room)
-        self._num_alike += 1
-        if self._num_alike > _NUM_STEPS_ALIKE and 2 * num_sequences <= room:
-            number = 0 if number else self._num_drafts
-        if bool(number) != self._had_head:
-            self._num_alike = 0
-        self._had_head = number > 0
-        return number
+        feeding, was_trying = self.feeding, self.is_trying
+        was_on, self.is_trying = feeding.is_on, False
+        new = [one.drafts for one in prefilled if one.drafts and one.drafts.feeding is None]
+        readable: list[Sequence] = []
+        if was_on:
+            _set_feeding(new, feeding.number)
+            readable = [one for one in sampled if self._has_read(one)]
+            number = self._best_number(len(sampled), len(readable), room)
+        else:
+            number = self._best_number(num_running, num_running, room)
+        if sampled or new:
+            feeding.advance(pays=number > 0, has_starts=bool(new))
+        if not was_on:
+            _set_feeding(new, feeding.number if feeding.is_on else -1)
+            if feeding.is_on:
+                self.rates.renew()
+            return feeding.is_on, 0
+        if feeding.is_settled:
+            self._settle_tries()
+        # The guesses of a try come after this plan is made.
+        if was_trying or not readable:
+            return feeding.is_on, 0
+        if number:
+            return True, self._number_but_for_measurements(number)
+        if feeding.is_try and 2 * len(sampled) <= room:
+            self.is_trying, self._tried = True, readable
+            feeding.num_tries += len(readable)
+            number = self._num_drafts
+        return feeding.is_on, number
 
-    def _best_number(self, num_sequences: int, room: int) -> int:
-        """Return the number of guesses of each sequence that gives the most tokens per second."""
-        if not self.times.has_measured(num_sequences):
+    def _has_read(self, sequence: Sequence) -> bool:
+        """Return whether a draft head has read all tokens of a sequence."""
+        return sequence.drafts is not None and sequence.drafts.feeding == self.feeding.number
+
+    def _number_but_for_measurements(self, number: int) -> int:
+        """Return 0 in place of a number of guesses in two steps of many.
+
+        The first may verify guesses of the step before, and the second is measured.
+        """
+        self._num_paying += 1
+        if self._num_paying <= _PLAIN_PERIOD:
+            return number
+        if self._num_paying > _PLAIN_PERIOD + 1:
+            self._num_paying = 0
+        return 0
+
+    def _settle_tries(self) -> None:
+        """Learn from guesses that no chain has verified."""
+        for sequence in self._tried:
+            drafts = sequence.drafts
+            assert drafts is not None
+            known = sequence.token_ids[drafts.num_known :]
+            for place, (guess, token_id) in enumerate(zip(drafts.head_ids, known, strict=False)):
+                self.rates.note_draft(drafts, place, is_right=guess == token_id)
+                if guess != token_id:
+                    break
+        self._tried = ()
+
+    def _best_number(self, num_sequences: int, num_guessed: int, room: int) -> int:
+        """Return the number of guesses that gives the most tokens per second.
+
+        Only so many of the sequences have guesses.
+        """
+        if not num_guessed or not self.times.has_any:
             return 0
-        best, num_tokens = 0, 1.0
-        best_rate = 1.0 / self.times.time_of(num_sequences)
+        best, num_tokens = 0, float(num_sequences)
+        best_rate = num_tokens / self.times.time_of(num_sequences)
         for number, survival in enumerate(self.rates.survivals(0.0, self._num_drafts), 1):
-            num_rows = num_sequences * (1 + number)
+            num_rows = num_sequences + num_guessed * number
             if num_rows > room:
                 break
-            num_tokens += survival
-            step_s = self.times.time_of(num_rows) + number * self._pass_s
+            num_tokens += num_guessed * survival
+            step_s = self.times.time_of(num_rows) + self.head_times.time_of(number)
             rate = num_tokens / (step_s + self.times.gap_s)
             if rate > best_rate:
                 best, best_rate = number, rate
         return best
 
     def note_step(self, plan: StepPlan, output: StepOutput, *, is_alone: bool) -> None:
-        """Note the duration of a step of decodes.
-
-        It `is_alone` if its plan was made after the step before.
-        """
-        # Before sequences start, there may have been nothing to do.
-        if not plan.starts:
+        """Note the duration of a step; it `is_alone` if its plan was made after the step before."""
+        # Without decodes, there may have been nothing to do before.
+        if plan.decodes.rows and not plan.swap_ins:
             self.times.note_idle(output.idle_s, has_gap=is_alone or plan.is_overlapped)
+        if plan.chunks:
+            return
         seconds = output.forward_s + self.times.idle_s
-        num_rows, number = len(plan.decodes), plan.num_drafts
+        num_rows, number, head = len(plan.decodes), plan.num_drafts, self.head_times
         has_chains = bool(plan.decodes.draft_ids) or plan.is_overlapped
         if number and not has_chains and self.times.has_measured(num_rows):
-            pass_s = max(seconds - self.times.time_of(num_rows), 0.0) / number
-            self._pass_s += (_PASS_WEIGHT if self._pass_s else 1.0) * (pass_s - self._pass_s)
+            head.note(number, max(seconds - self.times.time_of(num_rows), 0.0))
         else:
-            self.times.note(num_rows, max(seconds - number * self._pass_s, _LEAST_S))
+            head_s = head.time_of(number) if number else 0.0
+            self.times.note(num_rows, max(seconds - head_s, _LEAST_S))
 
     def note_chain(self, chain: Chain, num_accepted: int) -> None:
         """Note how many drafts of a chain were right."""
@@ -500,9 +664,11 @@ class Speculator:
             forced_ids = masks.forced_ids(sequence.token_ids)[: num_pending + limit]
         if num_tokens < drafts.paused_until:
             return forced_ids, len(forced_ids)
+        proposed: AnySequence[int] = ()
         # A defect of a drafter ends only the request.
         try:
-            proposed = self.drafter.propose(sequence, num_pending + limit)
+            if not self.has_head or self._has_read(sequence):
+                proposed = self.drafter.propose(sequence, num_pending + limit)
         except Exception as error:
             raise BlamedError(sequence) from error
         if not proposed and not self.has_head:
@@ -511,23 +677,45 @@ class Speculator:
             proposed = forced_ids
         return proposed, len(forced_ids)
 
-    def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> Counter[int]:
-        """Return how many drafts of each offer, by index, give the most tokens per second."""
-        candidates = sorted(
-            (
-                (-survival, index)
-                for index, offer in enumerate(offers)
-                for survival in offer.survivals
-            ),
-        )[: max(room, 0)]
-        num_best, num_tokens = 0, float(num_rows)
-        best_rate = num_rows / self.times.time_of(num_rows)
-        for number, (loss, _) in enumerate(candidates, 1):
-            num_tokens -= loss
+    def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> list[int]:
+        """Return how many drafts of each offer give the most tokens per second."""
+        likeliest = _likeliest(offers, room)
+        number = self._best_total(likeliest, num_rows)
+        if not number:
+            return [0] * len(offers)
+        loss = -likeliest[number - 1]
+        chosen = [bisect_left(offer.survivals, loss, key=neg) for offer in offers]
+        # Of drafts that are as likely as the last, the first offers have as many as are left.
+        num_left = number - sum(chosen)
+        for index, offer in enumerate(offers):
+            if num_left <= 0:
+                break
+            num_equal = bisect_right(offer.survivals, loss, key=neg) - chosen[index]
+            chosen[index] += min(num_equal, num_left)
+            num_left -= num_equal
+        return chosen
+
+    def _best_total(self, survivals: list[float], num_rows: int) -> int:
+        """Return how many of the drafts, the likeliest first, give the most tokens per second."""
+        if not survivals:
+            return 0
+        # Ranks have waited for the guesses of a draft head already.
+        gap_s = 0.0 if self.has_head else self.times.gap_s
+        num_tokens = [*accumulate(survivals, initial=float(num_rows))]
+        best, best_rate = 0, num_rows / self.times.time_of(num_rows)
+        number = 0
+        while number < len(survivals):
             # Until the next size of steps, more drafts take no more time.
-            if number < len(candidates) and _size_of(num_rows + number) > num_rows + number:
-                continue
-            rate = num_tokens / (self.times.time_of(num_rows + number) + self.times.gap_s)
-            if rate > best_rate:
-                num_best, best_rate = number, rate
-        return Counter(index for _, index in candidates[:num_best])
+            number = min(_size_of(num_rows + number + 1) - num_rows, len(survivals))
+            step_s = self.times.time_of(num_rows + number) + gap_s
+            if num_tokens[number] > best_rate * step_s:
+                best, best_rate = number, num_tokens[number] / step_s
+            elif num_tokens[-1] <= best_rate * step_s:
+                break
+        return best
+
+
+def _likeliest(offers: list[_Offer], room: int) -> list[float]:
+    """Return how likely the likeliest drafts are right, at most `room`."""
+    survivals = sorted(chain.from_iterable(offer.survivals for offer in offers), reverse=True)
+    return survivals[: max(room, 0)]

@@ -110,11 +110,18 @@ class VirtualDrafter:
 
 
 class VirtualHead:
-    """Guesses tokens behind steps, as draft heads on ranks; each is right by the same chance."""
+    """Guesses tokens behind steps, as draft heads on ranks; each is right by the same chance.
+
+    Guesses of sequences are wrong if it has not read all of their tokens.
+    """
 
     def __init__(self, *, acceptance: float) -> None:
         self.acceptance = acceptance
+        self.num_fed = 0
+        """Steps of which it has read the tokens."""
         self._rng = random.Random(5)
+        self._unread: set[int] = set()
+        """Rows with tokens that it has not read."""
 
         self._guesses: dict[int, list[int]] = {}
         """Behind the last step, by row."""
@@ -127,6 +134,11 @@ class VirtualHead:
 
     def read_step(self, plan: StepPlan, token_ids: Sequence[int]) -> bytes:
         """Return the guesses behind a step that has sampled tokens."""
+        self._unread -= {start.row for start in plan.starts}
+        self.num_fed += plan.feeds_head
+        if not plan.feeds_head:
+            assert not plan.num_drafts
+            self._unread.update(one.row for one in plan.sequences)
         sampled: dict[int, list[int]] = {}
         rows = (one.row for one in plan.sequences if one.is_sampled)
         for row, token_id in zip(rows, token_ids, strict=True):
@@ -139,12 +151,12 @@ class VirtualHead:
             pairs = zip([*itertools.islice(known, number)], ids, strict=False)
             num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             self._num_wrong[row] = number - num_right
-        self._guesses = {row: self._guess(plan.num_drafts) for row in sampled}
+        self._guesses = {row: self._guess(row, plan.num_drafts) for row in sampled}
         return pack_token_ids([one for ids in self._guesses.values() for one in ids])
 
-    def _guess(self, number: int) -> list[int]:
-        chance = self._rng.random
-        return [TOKEN if chance() < self.acceptance else TOKEN + 1 for _ in range(number)]
+    def _guess(self, row: int, number: int) -> list[int]:
+        acceptance = 0.0 if row in self._unread else self.acceptance
+        return [TOKEN + (self._rng.random() >= acceptance) for _ in range(number)]
 
 
 class _Flight(NamedTuple):
@@ -309,6 +321,8 @@ class VirtualReplica:
         steps_ended_s = max(self.now_s, self._step_ended_s)
         begins_s = self._copies.launch(plan, now_s=self.now_s, steps_ended_s=steps_ended_s)
         forward_s = self._cost.forward_s(plan)
+        if self._head is not None and plan.feeds_head:
+            forward_s += self._cost.feed_s
         ended_s = self._step_ended_s = begins_s + forward_s
         copied_s = max(ended_s, self._copies.ended_s)
         self._in_flight.append(

@@ -23,8 +23,10 @@ from tests.scheduling.drafting import FreeDrafts
 from tests.scheduling.harness import Harness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as AnySequence
 
+    from cluster.scheduling.sequence import Sequence
     from pagedray.batch import StepPlan
 
 CONFIG = SpeculationConfig(num_speculative_tokens=3, method="mtp")
@@ -39,8 +41,17 @@ class Eager(Speculator):
         self.times = FreeDrafts()
         self.num_guesses = num_guesses
 
-    def num_head_drafts(self, num_sequences: int, *, room: int) -> int:
-        return self.num_guesses
+    def plan_head(
+        self,
+        sampled: AnySequence[Sequence],
+        prefilled: Iterable[Sequence],
+        *,
+        num_running: int,
+        room: int,
+    ) -> tuple[bool, int]:
+        super().plan_head(sampled, prefilled, num_running=num_running, room=room)
+        self.is_trying = False
+        return True, self.num_guesses if sampled else 0
 
 
 # Any: options of any type

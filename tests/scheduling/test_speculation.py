@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,12 +17,19 @@ from cluster.scheduling.speculation import (
     Chain,
     RowTimes,
     Speculator,
+    _Offer,
 )
-from pagedray.batch import Decodes, SequenceStart, StepOutput, StepPlan, pack_token_ids
+from pagedray.batch import (
+    BlockCopy,
+    Decodes,
+    SequencePlan,
+    StepOutput,
+    StepPlan,
+    pack_token_ids,
+)
 from pagedray.config import SpeculationConfig
 from pagedray.errors import StartupError
 from pagedray.request import FinishReason
-from pagedray.sampling_params import SamplingParams
 from tests.scheduling.drafting import FreeDrafts, GuessingDrafter
 from tests.scheduling.harness import Harness
 
@@ -172,6 +181,35 @@ def test_drafts_are_bought_while_they_make_tokens_cheaper() -> None:
     assert num_bought(speculator(flat, good), num_sequences=4, room=6) == [2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_drafts_that_are_bought_give_the_most_tokens_per_second(seed: int) -> None:
+    rng = random.Random(seed)
+    num_rows, room = rng.randint(1, 12), rng.randint(0, 40)
+    row_s = rng.choice((1e-5, 1e-4, 1e-3))
+    made = speculator({size: 0.004 + row_s * size for size in (*range(1, 9), *range(16, 65, 8))})
+    sequence = sequence_of([1, 2, 3])
+    offers = []
+    for _ in range(num_rows):
+        rates = [rng.choice((1.0, 0.9, 0.5, rng.random())) for _ in range(rng.randint(1, 5))]
+        offers.append(_Offer(sequence, [7] * len(rates), 0, list(accumulate(rates, mul))))
+    chosen = made._chosen(offers, num_rows=num_rows, room=room)
+
+    def rate(survivals: list[float]) -> float:
+        gap_s = made.times.gap_s if survivals else 0.0
+        seconds = made.times.time_of(num_rows + len(survivals)) + gap_s
+        return (num_rows + sum(survivals)) / seconds
+
+    likeliest = sorted((one for offer in offers for one in offer.survivals), reverse=True)[:room]
+    best = max(rate(likeliest[:number]) for number in range(len(likeliest) + 1))
+    bought = [
+        one
+        for offer, number in zip(offers, chosen, strict=True)
+        for one in offer.survivals[:number]
+    ]
+    assert len(bought) <= room
+    assert rate(bought) == pytest.approx(best)
+
+
 def test_the_gap_of_a_step_outweighs_the_drafts_of_a_few_of_many_rows() -> None:
     flat = {8: 0.001, 16: 0.001}
     assert num_bought(speculator(flat, [0.05] * 4), num_sequences=8) == []
@@ -190,9 +228,10 @@ def note_steps(
 def test_drafts_are_bought_if_they_outweigh_the_gap_before_plans_that_wait() -> None:
     made = speculator({8: 0.001, 16: 0.001}, [0.9, 0.5, 0.5, 0.5])
     assert num_bought(made, num_sequences=8, room=8) == [1] * 8
-    # Ranks also wait for requests.
-    start = SequenceStart(0, b"", 1, [0], SamplingParams(), 0, 0)
-    note_steps(made, idle_s=1.0, starts=[start])
+    # Ranks also wait for requests, and for copies of blocks.
+    prompt = StepPlan(0, [SequencePlan(0, 0, 3, True)])
+    made.note_step(prompt, StepOutput(0, [], forward_s=0.001, idle_s=1.0), is_alone=True)
+    note_steps(made, idle_s=1.0, swap_ins=[BlockCopy(0, 1)])
     assert num_bought(made, num_sequences=8, room=8) == [1] * 8
     note_steps(made, idle_s=0.001)
     assert num_bought(made, num_sequences=8, room=8) == []
@@ -211,6 +250,54 @@ def test_a_gap_is_the_time_that_ranks_wait_longer_than_for_plans_made_ahead() ->
     # A single step may have had to wait for anything.
     made.times.note_idle(10.0, has_gap=True)
     assert made.times.gap_s < 0.0013
+
+
+def plan_head(made: Speculator, harness: Harness, *, num_new: int = 0) -> tuple[bool, int]:
+    """Plan the head of a step of all sequences, of which the last have just started."""
+    sequences = harness.sequences
+    new = sequences[len(sequences) - num_new :]
+    return made.plan_head(sequences, new, num_running=len(sequences), room=100)
+
+
+def test_a_head_reads_no_tokens_while_its_guesses_do_not_pay() -> None:
+    made = Speculator(SpeculationConfig(num_speculative_tokens=4, method="mtp"))
+    harness = Harness()
+    for num_rows in (1, 2, 5, 8, 10):
+        made.times.note(num_rows, 0.01)
+
+    def add_sequence() -> None:
+        harness.add([1, 2, 3], **LONG)
+        made.open_sequence(harness.sequences[-1])
+
+    add_sequence()
+    assert plan_head(made, harness, num_new=1) == (True, 4)
+    made.rates._rates, made.rates._weights = [0.01] * 4, [0.003] * 4
+    for _ in range(1000):
+        plan_head(made, harness)
+    assert plan_head(made, harness) == (False, 0)
+    # A sequence that starts is read from its first token on, if it has been a while.
+    add_sequence()
+    assert plan_head(made, harness, num_new=1) == (False, 0)
+    for _ in range(1000):
+        assert plan_head(made, harness) == (False, 0)
+    add_sequence()
+    assert plan_head(made, harness, num_new=1) == (True, 0)
+    assert plan_head(made, harness) == (True, 4)
+    assert made.is_trying
+    # The guesses of the last sequence are right; the tokens of the others were not all read.
+    drafts = [sequence.drafts for sequence in harness.sequences]
+    for sequence, found in zip(harness.sequences, drafts, strict=True):
+        assert found is not None
+        found.head_ids, found.num_known = [5, 6, 7, 8], len(sequence.token_ids)
+        sequence.own_tokens()
+        sequence.token_ids.extend([5, 6, 7] if sequence is harness.sequences[-1] else [9])
+    for _ in range(3):
+        assert plan_head(made, harness) == (True, 0)
+    assert made.rates._rates[0] > 0.05
+    for sequence in harness.sequences:
+        sequence.drafts.num_known = len(sequence.token_ids)  # type: ignore[union-attr]
+    chains = made.buy_drafts(harness.sequences, num_rows=3, room=7)
+    assert [chain.sequence for chain in chains] == harness.sequences[-1:]
 
 
 def survivals_of(made: Speculator, sequence: Sequence) -> list[float]:

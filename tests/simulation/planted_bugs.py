@@ -362,7 +362,7 @@ Scheduler._draft_plan: drafts follow a token that is not known
 + may_speculate=True
 
 Scheduler._waits_for_tokens: a plan is made before the length of a sequence is known
-- if last.chains or last.plan.num_drafts:
+- if last.chains or (last.plan.num_drafts and not speculator.is_trying):
 + if False:
 
 OutputReader._read_chains: the token behind a wrong draft is delivered
