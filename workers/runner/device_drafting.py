@@ -118,8 +118,9 @@ class DeviceDrafting(Drafting):
         num_drafts: int,
     ) -> torch.Tensor | None:
         has_phase = num_drafts > 0 or inputs.is_overlapped
+        # Phases have a head read the tokens of steps with decodes alone.
         are_decodes = inputs.logits_indices is None and not inputs.attention.num_prefills
-        if has_phase and token_ids is not None and are_decodes:
+        if has_phase and token_ids is not None and (are_decodes or not self._drafter.lag):
             firsts, ends = _chain_bounds(inputs)
             drawn = self._sampler.random_rows(inputs.sampled_rows[firsts])
             phase = self._phase_for(firsts, ends, has_draws=len(drawn) > 0)

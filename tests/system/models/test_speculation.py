@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cluster.scheduling.drafters import HeadDrafter
 from pagedray import LLM
 from tests.engine.speculation_rig import (
     PARAMETERS,
@@ -21,13 +20,12 @@ from tests.engine.speculation_rig import (
     speculator_of,
 )
 from tests.fakes import wait_for
-from tests.workers.draft_reference import random_eagle3_folder
+from tests.workers.draft_reference import noisy_copy, random_eagle3_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as AnySequence
     from pathlib import Path
 
-    from cluster.scheduling.sequence import Sequence
+    from cluster.scheduling.speculation import Chain
 
 NAMES = list(PARAMETERS)
 TWO_RANKS: dict[str, Any] = {"executor": "ray", "tensor_parallel_size": 2}
@@ -61,10 +59,16 @@ def test_completions_of_two_ranks_with_drafts_are_those_without(ray_cluster: Non
 
 
 @pytest.mark.slow
-def test_draft_head_on_two_ranks_drafts_as_on_one(ray_cluster: None, tmp_path: Path) -> None:
-    head = random_eagle3_folder(
-        tmp_path / "head", TINY_LLAMA, layer_ids=(1, 2, 3), draft_vocab_size=500
-    )
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_drafter_on_two_ranks_drafts_as_on_one(
+    kind: str, ray_cluster: None, tmp_path: Path
+) -> None:
+    if kind == "head":
+        head = random_eagle3_folder(
+            tmp_path / "head", TINY_LLAMA, layer_ids=(1, 2, 3), draft_vocab_size=500
+        )
+    else:
+        head = noisy_copy(tmp_path / "model", TINY_LLAMA)
     names = ["greedy", "temperature"]
     options: dict[str, Any] = {"dtype": "float32"}
     with open_llm(speculates=True, head=head, **options) as llm:
@@ -84,21 +88,15 @@ def test_draft_head_on_two_ranks_drafts_as_on_one(ray_cluster: None, tmp_path: P
 
 def noted_drafts(llm: LLM, names: list[str]) -> dict[tuple[int, ...], list[int]]:
     """Return the drafts that follow each sequence of tokens, of the completions once more."""
-    drafter = NotingDrafter()
-    speculator_of(llm).drafter = drafter
+    speculator, noted = speculator_of(llm), dict[tuple[int, ...], list[int]]()
+    note_chain = speculator.note_chain
+
+    def note(chain: Chain, num_accepted: int) -> None:
+        known = tuple(chain.sequence.token_ids[: chain.position + 1])
+        noted[known] = list(chain.draft_ids)
+        note_chain(chain, num_accepted)
+
+    speculator.note_chain = note  # type: ignore[method-assign]  # notes drafts
     answers(llm, names)
-    assert len(drafter.noted) > 50
-    return drafter.noted
-
-
-class NotingDrafter(HeadDrafter):
-    """Notes the drafts of a head, by the tokens that they follow."""
-
-    def __init__(self) -> None:
-        self.noted: dict[tuple[int, ...], list[int]] = {}
-
-    def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
-        drafts = super().propose(sequence, limit)
-        if len(drafts) == limit:
-            self.noted[tuple(sequence.token_ids)] = list(drafts)
-        return drafts
+    assert len(noted) > 30
+    return noted
