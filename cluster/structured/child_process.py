@@ -1,18 +1,26 @@
-"""Tools of child processes: frames on a socket, and a memory limit enforced by the kernel."""
+"""Child processes that serve a socket: frames, and a memory limit enforced by the kernel."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import resource
+import socket
 import struct
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import msgspec
 
-if TYPE_CHECKING:
-    import socket
+from pagedray.errors import EngineError, ShuttingDownError
+from pagedray.machine import child_environment
 
 __all__ = [
+    "ChildProcess",
     "is_out_of_memory",
     "lift_memory_limit",
     "limit_memory",
@@ -21,6 +29,10 @@ __all__ = [
     "write_frame",
 ]
 
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 120.0
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _MAX_BYTES = 256 * 2**20
 _STEP_BYTES = 2**20
 _LENGTH = struct.Struct("!I")
@@ -29,6 +41,105 @@ _DISCARDED = bytearray(64 * 2**10)
 
 _DATA = 5
 """The field of statm with the pages of data and stacks."""
+
+
+class ChildProcess(ABC):
+    """Starts a process when it is first needed, and again after it has died. Thread-safe.
+
+    The process serves the socket whose descriptor its command names, and sends a frame once it is
+    ready. Methods with an underscore require the lock.
+    """
+
+    work: ClassVar[str]
+    """What the process compiles, a plural, for errors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._is_closed = False
+
+    @property
+    def process_id(self) -> int | None:
+        """The id of the process, if it was started."""
+        return None if self._process is None else self._process.pid
+
+    def start_process(self) -> None:
+        """Start the process unless it is running. Raises EngineError."""
+        with self._lock:
+            self._running()
+
+    def warm_up(self) -> None:
+        """Start the process; if that fails, its first use tries again and reports the error."""
+        try:
+            self.start_process()
+        except (EngineError, OSError) as error:
+            logger.warning("%s", error)
+
+    @abstractmethod
+    def _command(self, descriptor: int) -> list[str]:
+        """Return the arguments of Python for a process that serves this socket."""
+
+    def _prepare(self, connection: socket.socket) -> None:  # noqa: B027  # few need it
+        """Send a new process its first frames. Raises OSError."""
+
+    def _running(self) -> socket.socket:
+        """Return the connection to the process, which is started unless it is running."""
+        if self._is_closed:
+            raise ShuttingDownError
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._connection is None:
+            self._connection = self._started()
+        return self._connection
+
+    def _started(self) -> socket.socket:
+        ours, theirs = self._connected_sockets()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, *self._command(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env=child_environment() | _ENVIRONMENT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    # The libraries log the texts of clients.
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                ours.close()
+                raise self._shortage_of(error) from error
+        try:
+            ours.settimeout(_START_TIMEOUT_S)
+            self._prepare(ours)
+            # The process is ready.
+            read_frame(ours)
+        except (OSError, EOFError) as error:
+            ours.close()
+            self._end()
+            raise EngineError(f"Failed to start the process that compiles {self.work}.") from error
+        return ours
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5.0)
+        self._connection, self._process = None, None
+
+    def _connected_sockets(self) -> tuple[socket.socket, socket.socket]:
+        try:
+            return socket.socketpair()
+        except OSError as error:
+            raise self._shortage_of(error) from error
+
+    def _shortage_of(self, error: OSError) -> EngineError:
+        """Return the error for files or processes that the system lacks."""
+        return EngineError(
+            f"{self.work.capitalize()} cannot be compiled: {error.strerror}. Retry later."
+        )
 
 
 def write_frame(connection: socket.socket, body: bytes) -> None:

@@ -7,8 +7,6 @@ import contextlib
 import logging
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.structured.child_process import read_frame, read_message, write_frame
+from cluster.structured.child_process import ChildProcess, read_message, write_frame
 from cluster.structured.fair_thread_pool import FairThreadPool
 from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
@@ -32,9 +30,9 @@ from cluster.structured.messages import (
     Rejected,
 )
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
-from pagedray.machine import child_environment
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
 
     from cluster.structured.token_matchers import Vocabulary
@@ -58,7 +56,6 @@ _Loaded = tuple[CompiledGrammar, int]
 _Key = tuple[str, "Structure | None"]
 
 _COMPILER_MODULE = "cluster.structured.compiler_process"
-_START_TIMEOUT_S = 120.0
 _ANSWER_MARGIN_S = 5.0
 """Time for an answer beyond the limit that the process itself keeps."""
 
@@ -102,7 +99,7 @@ class StructureCompiler:
     def warm_up(self) -> None:
         """Start the compiler process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit_task("", self._start)
+            self._threads.submit_task("", self._process.warm_up)
 
     async def compile(self, structure: Structure | None, *, tenant: str = "") -> CompiledGrammar:
         """Return a structure's grammar, which is cached for its tenant.
@@ -215,44 +212,26 @@ class StructureCompiler:
                 )
             return self._client
 
-    def _start(self) -> None:
-        try:
-            self._process.start_process()
-        except (EngineError, OSError) as error:
-            # The first structure tries again, and reports the error to its client.
-            logger.warning("%s", error)
 
-
-class StructureCompilerClient:
+class StructureCompilerClient(ChildProcess):
     """Starts the process when it is first needed, and again after it died or did not answer."""
+
+    work = "structures"
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: CompileLimits) -> None:
         """`make_vocabulary` is called once, when the process is first started."""
+        super().__init__()
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._limits = limits
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
         # Sockets on which compilations are awaited.
         self._awaited: set[socket.socket] = set()
-        self._is_closed = False
-
-    @property
-    def process_id(self) -> int | None:
-        """The id of the process, if it was started."""
-        return None if self._process is None else self._process.pid
 
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary, which is created on first use."""
         with self._lock:
             return len(self._known_vocabulary().tokens)
-
-    def start_process(self) -> None:
-        """Start the process unless it runs. Raises EngineError."""
-        with self._lock:
-            self._running()
 
     def compile_structure(self, structure: Structure) -> Compiled | Rejected | Died:
         """Return the result for a structure. Raises EngineError."""
@@ -265,7 +244,7 @@ class StructureCompilerClient:
         return self._compiled(structure)
 
     def _compiled(self, structure: Structure) -> Compiled | Rejected | Died:
-        ours, theirs = _connected_sockets()
+        ours, theirs = self._connected_sockets()
         with ours, self._awaiting(ours):
             with theirs:
                 process = self._send(COMPILE, theirs)
@@ -291,7 +270,7 @@ class StructureCompilerClient:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             pairs = []
             for _ in range(2):
-                our_end, their_end = _connected_sockets()
+                our_end, their_end = self._connected_sockets()
                 pairs.append((ours.enter_context(our_end), theirs.enter_context(their_end)))
             (masks, their_masks), (grammars, their_grammars) = pairs
             self._send(MAKE_MASKS, their_masks, their_grammars)
@@ -344,61 +323,9 @@ class StructureCompilerClient:
             self._vocabulary = self._make_vocabulary()
         return self._vocabulary
 
-    def _running(self) -> socket.socket:
-        if self._is_closed:
-            raise ShuttingDownError
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._control is None:
-            self._control = self._started()
-        return self._control
+    def _command(self, descriptor: int) -> list[str]:
+        return ["-m", _COMPILER_MODULE, str(descriptor)]
 
-    def _started(self) -> socket.socket:
-        ours, theirs = _connected_sockets()
-        environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", _COMPILER_MODULE, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    # xgrammar logs the texts of clients.
-                    stderr=subprocess.DEVNULL,
-                )
-            except OSError as error:
-                ours.close()
-                raise _shortage_of(error) from error
-        try:
-            ours.settimeout(_START_TIMEOUT_S)
-            start = CompilerStart(vocabulary=self._known_vocabulary(), limits=self._limits)
-            write_frame(ours, msgspec.msgpack.encode(start))
-            # The process is ready.
-            read_frame(ours)
-        except (OSError, EOFError) as error:
-            ours.close()
-            self._end()
-            raise EngineError("Failed to start the structure compiler process.") from error
-        return ours
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5.0)
-        self._control, self._process = None, None
-
-
-def _shortage_of(error: OSError) -> EngineError:
-    """Return the error for files or processes that the system lacks."""
-    return EngineError(f"Structures cannot be compiled: {error.strerror}. Retry later.")
-
-
-def _connected_sockets() -> tuple[socket.socket, socket.socket]:
-    try:
-        return socket.socketpair()
-    except OSError as error:
-        raise _shortage_of(error) from error
+    def _prepare(self, connection: socket.socket) -> None:
+        start = CompilerStart(vocabulary=self._known_vocabulary(), limits=self._limits)
+        write_frame(connection, msgspec.msgpack.encode(start))

@@ -14,15 +14,14 @@ import pickle
 import resource
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from cluster.serving.text.chat_template import ChatTemplate, InvalidTemplateError
 from cluster.structured.child_process import (
+    ChildProcess,
     lift_memory_limit,
     limit_memory,
     read_frame,
@@ -37,7 +36,7 @@ from pagedray.errors import (
     ShuttingDownError,
     invalid_field,
 )
-from pagedray.machine import child_environment, lower_priority
+from pagedray.machine import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,7 +55,6 @@ _MAX_TEXT = 2**24
 _MAX_OPEN = 16
 """Maximum number of open renderings of one tenant."""
 _MAX_OPEN_TOTAL = 64
-_START_TIMEOUT_S = 120.0
 _CPU_S = 2.0
 """CPU time of compiling and rendering a template."""
 _WAIT_S = 20.0
@@ -110,7 +108,7 @@ class RequestTemplates:
     def warm_up(self) -> None:
         """Start the process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit_task("", self._start)
+            self._threads.submit_task("", self._process.warm_up)
 
     async def run(
         self, source: str, tenant: str, render: Callable[[Callable[[ChatPrompt], str]], Result]
@@ -137,35 +135,17 @@ class RequestTemplates:
         self._process.close()
         self._threads.join()
 
-    def _start(self) -> None:
-        try:
-            self._process.start_process()
-        except (EngineError, OSError) as error:
-            # The first template tries again, and reports the error to its client.
-            logger.warning("%s", error)
 
+class TemplateProcess(ChildProcess):
+    """Renders conversations in a process of its own."""
 
-class TemplateProcess:
-    """Starts the process when it is first needed, and again after it has died. Thread-safe."""
+    work = "chat templates"
 
     def __init__(self, *, cpu_s: float = _CPU_S, wait_s: float = _WAIT_S) -> None:
         """A rendering may take `cpu_s` of CPU time, and `wait_s` in all."""
+        super().__init__()
         self._cpu_s = cpu_s
         self._wait_s = wait_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._is_closed = False
-
-    @property
-    def process_id(self) -> int | None:
-        """The id of the process, if it was started."""
-        return None if self._process is None else self._process.pid
-
-    def start_process(self) -> None:
-        """Start the process unless it is running. Raises EngineError."""
-        with self._lock:
-            self._running()
 
     def render(self, source: str, special_tokens: Mapping[str, str], prompt: ChatPrompt) -> str:
         """Return a conversation in a template; other threads wait until it is rendered.
@@ -214,58 +194,8 @@ class TemplateProcess:
         with self._lock:
             self._end()
 
-    def _running(self) -> socket.socket:
-        if self._is_closed:
-            raise ShuttingDownError
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._connection is None:
-            self._connection = self._started()
-        return self._connection
-
-    def _started(self) -> socket.socket:
-        try:
-            ours = self._begun()
-        except OSError as error:
-            # Such as too many open files.
-            raise EngineError(
-                f"Chat templates cannot be compiled: {error.strerror}. Retry later."
-            ) from error
-        try:
-            ours.settimeout(_START_TIMEOUT_S)
-            # The process is ready.
-            read_frame(ours)
-        except (OSError, EOFError) as error:
-            ours.close()
-            self._end()
-            raise EngineError("Failed to start the process that renders chat templates.") from error
-        return ours
-
-    def _begun(self) -> socket.socket:
-        """Start the process, and return the connection to it; raises OSError."""
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as kept, theirs:
-            kept.enter_context(ours)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), f"{self._cpu_s}"],
-                pass_fds=[theirs.fileno()],
-                env=child_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # Errors of Python's compiler quote the template.
-                stderr=subprocess.DEVNULL,
-            )
-            kept.pop_all()
-        return ours
-
-    def _end(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5.0)
-        self._connection, self._process = None, None
+    def _command(self, descriptor: int) -> list[str]:
+        return ["-c", _PROGRAM, str(descriptor), f"{self._cpu_s}"]
 
 
 def serve_templates() -> None:
