@@ -61,15 +61,18 @@ class GrpcClient(BenchClient):
             )
         self._stubs = itertools.cycle(map(pagedray_pb2_grpc.GenerationServiceStub, self._channels))
         if model is None:
-            try:
-                found = await next(self._stubs).ListModels(
-                    pagedray_pb2.ListModelsRequest(), metadata=self._metadata, timeout=_CALL_S
-                )
-            except grpc.aio.AioRpcError as error:
-                raise _rejection(error) from error
+            found = await self._ask("ListModels", pagedray_pb2.ListModelsRequest())
             model = found.models[0].name
         self._model = model
         return model
+
+    async def _ask(self, method: str, message: object) -> Any:  # Any: the message of the method
+        """Return the answer of a method. Raises BenchError."""
+        call = getattr(next(self._stubs), method)
+        try:
+            return await call(message, metadata=self._metadata, timeout=_CALL_S)
+        except grpc.aio.AioRpcError as error:
+            raise _rejection(error) from error
 
     async def stream(self, request: BenchRequest) -> Timing:
         started_s = time.perf_counter()
@@ -97,23 +100,11 @@ class GrpcClient(BenchClient):
 
     async def encode(self, text: str) -> list[int]:
         request = pagedray_pb2.TokenizeRequest(text=text, model=self._model)
-        try:
-            answer = await next(self._stubs).Tokenize(
-                request, metadata=self._metadata, timeout=_CALL_S
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _rejection(error) from error
-        return list(answer.token_ids)
+        return list((await self._ask("Tokenize", request)).token_ids)
 
     async def decode(self, token_ids: list[int]) -> str:
         request = pagedray_pb2.DetokenizeRequest(token_ids=token_ids, model=self._model)
-        try:
-            answer = await next(self._stubs).Detokenize(
-                request, metadata=self._metadata, timeout=_CALL_S
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _rejection(error) from error
-        return str(answer.text)
+        return str((await self._ask("Detokenize", request)).text)
 
     async def count_drafts(self) -> DraftCounts:
         try:
