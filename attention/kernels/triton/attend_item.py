@@ -159,33 +159,12 @@ def attend_item(
     start_next_kernel(is_dependent)
     weighted, top, total = attend(
         tl.zeros([tile_vectors, padded_size], tl.float32),
-        tl.full([tile_vectors], float("-inf"), tl.float32),
-        tl.zeros([tile_vectors], tl.float32),
-        q,
-        vector_keys - 1,
-        vector_slopes,
-        keys + kv_head * head_stride,
-        values + kv_head * head_stride,
-        tables + first_row * table_stride,
-        block_stride,
-        token_stride,
-        start,
-        end,
-        first_key,
-        0,
-        0,
-        dot_scale,
-        cap,
-        True,
-        False,
-        False,
-        has_cap,
-        has_slopes,
-        block_size,
-        head_size,
-        padded_size,
-        tile_keys,
-    )
+        tl.full([tile_vectors], float("-inf"), tl.float32), tl.zeros([tile_vectors], tl.float32), q,
+        vector_keys - 1, vector_slopes, keys + kv_head * head_stride,
+        values + kv_head * head_stride, tables + first_row * table_stride, block_stride,
+        token_stride, start, end, first_key, 0, 0, dot_scale, cap, True, False, False, has_cap,
+        has_slopes, block_size, head_size, padded_size, tile_keys,
+    )  # fmt: skip
 
     dims = tl.arange(0, padded_size)
     is_stored = is_vector[:, None] & (dims[None, :] < head_size)
@@ -222,23 +201,11 @@ def attend_item(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_row_parts - 1:
                 tl.store(counter, 0)
                 merge_parts(
-                    parts,
-                    part_lse,
-                    out + row * out_row_stride,
-                    lse + row * lse_row_stride,
-                    sinks,
-                    tl.load(merged + 2).to(tl.int64) * num_heads,
-                    num_row_parts,
-                    num_heads,
-                    kv_head * num_queries_per_kv,
-                    out_head_stride,
-                    has_sinks,
-                    has_lse,
-                    num_queries_per_kv,
-                    head_size,
-                    padded_size,
-                    parts_at_once,
-                )
+                    parts, part_lse, out + row * out_row_stride, lse + row * lse_row_stride, sinks,
+                    tl.load(merged + 2).to(tl.int64) * num_heads, num_row_parts, num_heads,
+                    kv_head * num_queries_per_kv, out_head_stride, has_sinks, has_lse,
+                    num_queries_per_kv, head_size, padded_size, parts_at_once,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -163,34 +163,11 @@ def _attend_chunks(
     values += sequence_offset + kv_head * head_stride
     for has_mask in tl.static_range(has_left, 2):
         weighted, top, total = attend(
-            weighted,
-            top,
-            total,
-            q,
-            positions,
-            vector_slopes,
-            keys,
-            values,
-            table,
-            block_stride,
-            token_stride,
-            unmasked_end if has_mask else 0,
-            end_key if has_mask else unmasked_end,
-            first_key if has_mask else 0,
-            window_left,
-            window_right,
-            dot_scale,
-            cap,
-            has_mask,
-            has_left,
-            has_right,
-            has_cap,
-            has_slopes,
-            block_size,
-            head_size,
-            padded_size,
-            tile_keys,
-        )
+            weighted, top, total, q, positions, vector_slopes, keys, values, table, block_stride,
+            token_stride, unmasked_end if has_mask else 0, end_key if has_mask else unmasked_end,
+            first_key if has_mask else 0, window_left, window_right, dot_scale, cap, has_mask,
+            has_left, has_right, has_cap, has_slopes, block_size, head_size, padded_size, tile_keys,
+        )  # fmt: skip
 
     if has_sinks:
         weighted, top, total = count_sinks(weighted, top, total, sinks, heads, is_vector)

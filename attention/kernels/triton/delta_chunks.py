@@ -180,13 +180,9 @@ def _solve_chunk(
     squares = keys.to(tl.float32) * keys.to(tl.float32)
     key_scale = tl.rsqrt(tl.sum(squares, axis=1) + NORM_EPS)
     log_decay, beta = load_gates(
-        a + tokens.to(tl.int64) * a_stride + head,
-        b + tokens.to(tl.int64) * b_stride + head,
-        a_log + head,
-        dt_bias + head,
-        is_token,
-        has_gates,
-    )
+        a + tokens.to(tl.int64) * a_stride + head, b + tokens.to(tl.int64) * b_stride + head,
+        a_log + head, dt_bias + head, is_token, has_gates,
+    )  # fmt: skip
     decay = tl.cumsum(log_decay, axis=0)
     places = head.to(tl.int64) * num_tokens + tokens
     tl.store(decays + places, decay, mask=is_token)

@@ -179,21 +179,9 @@ def _step(
                 # As if the state had been stored.
                 state = state.to(states.dtype.element_ty).to(tl.float32)
             state, result, v = _pass_token(
-                state,
-                query,
-                key,
-                value,
-                a,
-                b,
-                a_log + head,
-                dt_bias + head,
-                row >= 0,
-                is_key,
-                is_value,
-                scale,
-                has_gates,
-                is_delta,
-            )
+                state, query, key, value, a, b, a_log + head, dt_bias + head, row >= 0, is_key,
+                is_value, scale, has_gates, is_delta,
+            )  # fmt: skip
             if not is_delta:
                 result += v * tl.load(skip + head)
             if has_norm:

@@ -64,21 +64,9 @@ def _expert_product(
     for index in tl.static_range(num_tiles):
         values = weight_vectors(matrix, read, index * tile, row_size, tile, vector)
         sums = add_row_product(
-            sums,
-            values,
-            x,
-            scales,
-            columns,
-            num_columns,
-            index * tile,
-            kind,
-            size,
-            size // half if kind == "mxfp4" else 1,
-            half,
-            tile,
-            vector,
-            unpacks,
-        )
+            sums, values, x, scales, columns, num_columns, index * tile, kind, size,
+            size // half if kind == "mxfp4" else 1, half, tile, vector, unpacks,
+        )  # fmt: skip
     return sums
 
 
@@ -132,39 +120,15 @@ def _gate_up_rows(
     scales += expert * (hidden_size // half * num_columns)
     row = x + (pair // num_chosen).to(tl.int64) * x_stride
     gate = _expert_product(
-        row,
-        matrix,
-        scales,
-        read,
-        columns,
-        num_columns,
-        kind,
-        hidden_size,
-        row_size,
-        half,
-        unpacks,
-        tile_columns,
-        tile,
-        vector,
-    )
+        row, matrix, scales, read, columns, num_columns, kind, hidden_size, row_size, half, unpacks,
+        tile_columns, tile, vector,
+    )  # fmt: skip
     up = gate
     if num_columns > inner_size:
         up = _expert_product(
-            row,
-            matrix,
-            scales,
-            read + inner_size,
-            columns + inner_size,
-            num_columns,
-            kind,
-            hidden_size,
-            row_size,
-            half,
-            unpacks,
-            tile_columns,
-            tile,
-            vector,
-        )
+            row, matrix, scales, read + inner_size, columns + inner_size, num_columns, kind,
+            hidden_size, row_size, half, unpacks, tile_columns, tile, vector,
+        )  # fmt: skip
     gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     if has_bias:
         biases += expert * num_columns
@@ -306,17 +270,9 @@ def _down_rows(
     early = ()
     if kind == "plain":
         early = _early_tiles(
-            down,
-            experts + row * num_chosen,
-            first_expert,
-            read,
-            num_early,
-            hidden_size,
-            row_size,
-            num_experts,
-            tile,
-            vector,
-        )
+            down, experts + row * num_chosen, first_expert, read, num_early, hidden_size, row_size,
+            num_experts, tile, vector,
+        )  # fmt: skip
     wait_for_inputs(is_dependent, starts_next=False)
     start_next_kernel(is_dependent)
     sums = tl.zeros([tile_columns, tile // vector], tl.float32)
@@ -325,15 +281,9 @@ def _down_rows(
         for index in tl.static_range(num_early):
             expert = tl.load(experts + row * num_chosen + index) - first_expert
             product = _tile_products(
-                early,
-                index * num_tiles,
-                inner + index * inner_size,
-                0,
-                inner_size,
-                tile_columns,
-                tile,
-                vector,
-            )
+                early, index * num_tiles, inner + index * inner_size, 0, inner_size, tile_columns,
+                tile, vector,
+            )  # fmt: skip
             # Experts of other ranks add nothing here.
             is_ours = (expert >= 0) & (expert < num_experts)
             share = tl.load(weights + row * num_chosen + index)
@@ -347,15 +297,9 @@ def _down_rows(
                 # All these loads are on their way before the first product waits.
                 tl.debug_barrier()
                 product = _tile_products(
-                    tiles,
-                    0,
-                    inner + index * inner_size,
-                    first,
-                    inner_size,
-                    tile_columns,
-                    tile,
+                    tiles, 0, inner + index * inner_size, first, inner_size, tile_columns, tile,
                     vector,
-                )
+                )  # fmt: skip
                 sums += tl.where(is_ours, product * share, 0.0)
     total = tl.zeros([tile_columns], tl.float32)
     for index in tl.static_range(num_chosen if kind != "plain" or has_bias else 0):
@@ -368,21 +312,10 @@ def _down_rows(
         expert = tl.where(is_ours, expert, 0)
         if kind != "plain":
             product = _expert_product(
-                inner + pair.to(tl.int64) * inner_size,
-                down + expert * (hidden_size * row_size),
-                scales + expert * (inner_size // half * hidden_size),
-                read,
-                columns,
-                hidden_size,
-                kind,
-                inner_size,
-                row_size,
-                half,
-                unpacks,
-                tile_columns,
-                tile,
-                vector,
-            )
+                inner + pair.to(tl.int64) * inner_size, down + expert * (hidden_size * row_size),
+                scales + expert * (inner_size // half * hidden_size), read, columns, hidden_size,
+                kind, inner_size, row_size, half, unpacks, tile_columns, tile, vector,
+            )  # fmt: skip
             sums += tl.where(is_ours, product * share, 0.0)
         if has_bias:
             bias = tl.load(biases + expert * hidden_size + read).to(tl.float32)

@@ -137,51 +137,19 @@ def tile_gate_up(
     up = zero_sums(tile_pairs, tile_columns, is_mxfp4)
     for first in range(0, hidden_size, tile_depth):
         lower, upper = tile_inputs(
-            x,
-            rows * x_stride,
-            is_pair,
-            first,
-            hidden_size,
-            operand_type,
-            is_mxfp4,
-            half,
+            x, rows * x_stride, is_pair, first, hidden_size, operand_type, is_mxfp4, half,
             tile_depth,
-        )
+        )  # fmt: skip
         gate = add_product(
-            gate,
-            lower,
-            upper,
-            matrix,
-            scales,
-            columns,
-            is_column,
-            first,
-            hidden_size,
-            row_size,
-            num_columns,
-            is_mxfp4,
-            unpacks,
-            half,
-            tile_depth,
-        )
+            gate, lower, upper, matrix, scales, columns, is_column, first, hidden_size, row_size,
+            num_columns, is_mxfp4, unpacks, half, tile_depth,
+        )  # fmt: skip
         if num_columns > inner_size:
             up = add_product(
-                up,
-                lower,
-                upper,
-                matrix + inner_size * row_size,
-                scales + inner_size,
-                columns,
-                is_column,
-                first,
-                hidden_size,
-                row_size,
-                num_columns,
-                is_mxfp4,
-                unpacks,
-                half,
+                up, lower, upper, matrix + inner_size * row_size, scales + inner_size, columns,
+                is_column, first, hidden_size, row_size, num_columns, is_mxfp4, unpacks, half,
                 tile_depth,
-            )
+            )  # fmt: skip
     gate, up = rows_and_columns(gate, is_mxfp4), rows_and_columns(up, is_mxfp4)
     if has_bias:
         biases += expert * num_columns + columns
@@ -239,33 +207,13 @@ def tile_down(
     total = zero_sums(tile_pairs, tile_columns, is_mxfp4)
     for first in range(0, inner_size, tile_depth):
         lower, upper = tile_inputs(
-            inner,
-            ours * inner_size,
-            is_pair,
-            first,
-            inner_size,
-            operand_type,
-            is_mxfp4,
-            half,
+            inner, ours * inner_size, is_pair, first, inner_size, operand_type, is_mxfp4, half,
             tile_depth,
-        )
+        )  # fmt: skip
         total = add_product(
-            total,
-            lower,
-            upper,
-            matrix,
-            scales,
-            columns,
-            is_column,
-            first,
-            inner_size,
-            row_size,
-            hidden_size,
-            is_mxfp4,
-            unpacks,
-            half,
-            tile_depth,
-        )
+            total, lower, upper, matrix, scales, columns, is_column, first, inner_size, row_size,
+            hidden_size, is_mxfp4, unpacks, half, tile_depth,
+        )  # fmt: skip
     total = rows_and_columns(total, is_mxfp4)
     if has_bias:
         bias = tl.load(biases + expert * hidden_size + columns, mask=is_column, other=0.0)

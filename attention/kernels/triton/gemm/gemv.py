@@ -129,74 +129,26 @@ def _gemv(
         if is_gated:
             next_other = weight_vectors(weight, read + out_size, index * tile, row, tile, vector)
         sums = add_row_product(
-            sums,
-            values,
-            x,
-            scales,
-            columns,
-            num_columns,
-            (index - 1) * tile,
-            kind,
-            size,
-            num_scales,
-            half,
-            tile,
-            vector,
-            unpacks,
-        )
+            sums, values, x, scales, columns, num_columns, (index - 1) * tile, kind, size,
+            num_scales, half, tile, vector, unpacks,
+        )  # fmt: skip
         values = next_values
         if is_gated:
             other = add_row_product(
-                other,
-                other_values,
-                x,
-                scales,
-                columns + out_size,
-                num_columns,
-                (index - 1) * tile,
-                kind,
-                size,
-                num_scales,
-                half,
-                tile,
-                vector,
-                unpacks,
-            )
+                other, other_values, x, scales, columns + out_size, num_columns, (index - 1) * tile,
+                kind, size, num_scales, half, tile, vector, unpacks,
+            )  # fmt: skip
             other_values = next_other
     sums = add_row_product(
-        sums,
-        values,
-        x,
-        scales,
-        columns,
-        num_columns,
-        (num_tiles - 1) * tile,
-        kind,
-        size,
-        num_scales,
-        half,
-        tile,
-        vector,
-        unpacks,
-    )
+        sums, values, x, scales, columns, num_columns, (num_tiles - 1) * tile, kind, size,
+        num_scales, half, tile, vector, unpacks,
+    )  # fmt: skip
     product = tl.sum(sums, axis=1)
     if is_gated:
         other = add_row_product(
-            other,
-            other_values,
-            x,
-            scales,
-            columns + out_size,
-            num_columns,
-            (num_tiles - 1) * tile,
-            kind,
-            size,
-            num_scales,
-            half,
-            tile,
-            vector,
-            unpacks,
-        )
+            other, other_values, x, scales, columns + out_size, num_columns, (num_tiles - 1) * tile,
+            kind, size, num_scales, half, tile, vector, unpacks,
+        )  # fmt: skip
         other_product = tl.sum(other, axis=1)
     if kind == "fp8" and num_scales == 1:
         product *= tl.load(scales + read)

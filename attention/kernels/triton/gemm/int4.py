@@ -183,21 +183,9 @@ def _multiply_int4(
         low, high = _halves(tile, operand_type, unpacks)
         for side in tl.static_range(2):
             sums = _with_half(
-                sums,
-                high if side else low,
-                x,
-                words,
-                rows,
-                is_row,
-                read,
-                first + side * half,
-                x_stride,
-                num_columns,
-                group_size,
-                half,
-                operand_type,
-                unpacks,
-            )
+                sums, high if side else low, x, words, rows, is_row, read, first + side * half,
+                x_stride, num_columns, group_size, half, operand_type, unpacks,
+            )  # fmt: skip
         if is_gated:
             tile = tl.load(
                 places + (read + out_size).to(tl.int64)[:, None] * (in_size // 2),
@@ -206,21 +194,10 @@ def _multiply_int4(
             low, high = _halves(tile, operand_type, unpacks)
             for side in tl.static_range(2):
                 other = _with_half(
-                    other,
-                    high if side else low,
-                    x,
-                    words,
-                    rows,
-                    is_row,
-                    read + out_size,
-                    first + side * half,
-                    x_stride,
-                    num_columns,
-                    group_size,
-                    half,
-                    operand_type,
+                    other, high if side else low, x, words, rows, is_row, read + out_size,
+                    first + side * half, x_stride, num_columns, group_size, half, operand_type,
                     unpacks,
-                )
+                )  # fmt: skip
     if has_bias:
         sums += tl.load(bias + read).to(tl.float32)[:, None]
     element_type = out.dtype.element_ty

@@ -209,31 +209,15 @@ def _multiply(
         inputs = _input_tile(x, rows, is_row, first, x_stride, tile_depth).to(operand_type)
         tile = _weight_tile(weight, read, first, in_size, tile_depth)
         product = _with_product(
-            product,
-            tile,
-            inputs,
-            scales,
-            read,
-            first,
-            num_scales,
-            scale_depth,
-            operand_type,
+            product, tile, inputs, scales, read, first, num_scales, scale_depth, operand_type,
             unpacks,
-        )
+        )  # fmt: skip
         if is_gated:
             tile = _weight_tile(weight, read + out_size, first, in_size, tile_depth)
             other = _with_product(
-                other,
-                tile,
-                inputs,
-                scales,
-                read + out_size,
-                first,
-                num_scales,
-                scale_depth,
-                operand_type,
-                unpacks,
-            )
+                other, tile, inputs, scales, read + out_size, first, num_scales, scale_depth,
+                operand_type, unpacks,
+            )  # fmt: skip
     if num_scales == 1:
         product *= tl.load(scales + read)[:, None]
         if is_gated:
