@@ -28,7 +28,6 @@ __all__ = [
     "PinnedRing",
     "SubBatch",
     "copy_from_host",
-    "copy_to_host",
 ]
 
 _Ints = npt.NDArray[np.int32]
@@ -353,17 +352,6 @@ class PinnedRing:
 def copy_from_host(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy int64 words from pinned memory, without waiting, and without a copy engine on a GPU."""
     if not target.is_cuda:
-        target.copy_(source)
-        return
-    # Imported here so that this module can be imported without Triton.
-    from attention.kernels.triton.pinned_copy import copy_words
-
-    copy_words(target, source)
-
-
-def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy int64 words to pinned memory, as `copy_from_host` copies from it."""
-    if not source.is_cuda:
         target.copy_(source)
         return
     # Imported here so that this module can be imported without Triton.

@@ -108,8 +108,3 @@ class EngineStats:
     num_uncaptured_graphs: int = 0
     """CUDA graphs that could not be captured; steps of their sizes run without them."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)
-
-    @property
-    def num_replacements(self) -> int:
-        """Times that ranks were replaced, for any cause."""
-        return sum(self.replacements.values())

@@ -90,12 +90,6 @@ class StructureCompiler:
         """The id of the compiler process, if it was started."""
         return self._process.process_id
 
-    @property
-    def num_cached_bytes(self) -> int:
-        """Bytes of all compiled grammars in the cache."""
-        with self._lock:
-            return sum(size for _, size in self._cache.values())
-
     def warm_up(self) -> None:
         """Start the compiler process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):

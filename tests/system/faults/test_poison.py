@@ -55,7 +55,7 @@ class Rig:
 
     @property
     def num_deaths(self) -> int:
-        return self.engine.stats().num_replacements
+        return sum(self.engine.stats().replacements.values())
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.greedy import (
 from tests.small_models.checkpoints import Case, class_name
 from tests.small_models.family_cases import ALL_CASES, HYBRID_CASES, MOE_CASES, SAMPLED_CASES
 from workers.models.families.bert import BERT, ROBERTA
-from workers.models.families.registry import families
+from workers.models.families.registry import FAMILIES
 
 BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
 """The smaller blocks have more boundaries."""
@@ -53,7 +53,7 @@ def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_every_family_of_decoders_has_a_case() -> None:
     names = {class_name(case) for case in (*ALL_CASES, *HYBRID_CASES)}
-    decoders = {family.architecture for family in families() if family not in (BERT, ROBERTA)}
+    decoders = {family.architecture for family in FAMILIES if family not in (BERT, ROBERTA)}
     assert names == decoders
 
 

@@ -21,7 +21,7 @@ from tests.workers.reference import (
 from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.bert import BERT, ROBERTA
-from workers.models.families.registry import families, read_model_config
+from workers.models.families.registry import FAMILIES, read_model_config
 from workers.models.fused_layers import LayerTail
 from workers.models.fused_norm import Delta
 from workers.parallel.group import ParallelGroup, SoloGroup
@@ -142,7 +142,7 @@ def test_steps_of_a_sequence_give_what_one_step_gives(name: str, tmp_path: Path)
 
 def test_every_family_of_decoders_has_a_case() -> None:
     model_types = {case["model_type"] for case in CASES.values()}
-    without = [one.architecture for one in families() if not model_types & set(one.model_types)]
+    without = [one.architecture for one in FAMILIES if not model_types & set(one.model_types)]
     assert without == [BERT.architecture, ROBERTA.architecture]
 
 

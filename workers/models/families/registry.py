@@ -66,11 +66,11 @@ if TYPE_CHECKING:
 
     from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, RecurrentConfig, Task
 
-__all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
+__all__ = ["FAMILIES", "FAMILY_BY_NAME", "check_parallel", "read_model_config"]
 
 logger = logging.getLogger(__name__)
 
-_ALL = (
+FAMILIES = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GLM4_MOE, GPT_OSS),
     GRANITE,
     *(GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL),
@@ -80,7 +80,9 @@ _ALL = (
     *(GRANITE_HYBRID, NEMOTRON_H, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE),
     FALCON_H1,
 )
-_FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
+FAMILY_BY_NAME = {
+    word: family for family in FAMILIES for word in (family.architecture, *family.aliases)
+}
 # Each refers to Python code of the checkpoint, which is never imported.
 _CODE_KEYS = ("auto_map", "custom_pipelines")
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
@@ -98,16 +100,6 @@ _OBSTACLES = {
 }
 
 _OUTPUT_HEAD = "lm_head"
-
-
-def families() -> tuple[Family, ...]:
-    """Return the supported families."""
-    return _ALL
-
-
-def supported_architectures() -> tuple[str, ...]:
-    """Return the supported values of `architectures` in config.json."""
-    return tuple(_FAMILIES)
 
 
 def read_model_config(
@@ -264,7 +256,7 @@ def _default_dtype(file: ConfigFile) -> Dtype:
 
 def _has_no_head(architecture: str) -> bool:
     """Return whether an architecture is a supported decoder without its output head."""
-    return architecture not in _FAMILIES and _with_head(architecture) in _FAMILIES
+    return architecture not in FAMILY_BY_NAME and _with_head(architecture) in FAMILY_BY_NAME
 
 
 def _with_head(architecture: str) -> str:
@@ -281,10 +273,10 @@ def _family(file: ConfigFile) -> Family:
             "Qwen3ForCausalLM",
         )
     for architecture in given:
-        if architecture in _FAMILIES:
-            return _FAMILIES[architecture]
+        if architecture in FAMILY_BY_NAME:
+            return FAMILY_BY_NAME[architecture]
         if _has_no_head(architecture):
-            return _FAMILIES[_with_head(architecture)]
+            return FAMILY_BY_NAME[_with_head(architecture)]
     raise CheckpointError(
         f"{file.path}: {_shown_architecture(given[0])} is not supported{_obstacle(given[0])}. "
         f"{_alternative(given[0])}; docs/models.md lists all."
@@ -309,7 +301,7 @@ def _alternative(architecture: str) -> str:
     if nearest is not None:
         return f"The nearest supported family is {nearest}"
     if _OF_IMAGES.search(architecture):
-        names = [one.architecture for one in _ALL if _OF_IMAGES.search(one.architecture)]
+        names = [one.architecture for one in FAMILIES if _OF_IMAGES.search(one.architecture)]
         labels = [_label(name) for name in names if "Moe" not in name]
         return f"The supported multimodal families are {', '.join(labels)}, for text only"
     return "Supported architectures include LlamaForCausalLM and Qwen3ForCausalLM"
@@ -320,7 +312,7 @@ def _nearest_label(architecture: str) -> str | None:
     for part, label in (("roberta", "XLMRoberta"), ("camembert", "Roberta"), ("bert", "Bert")):
         if part in letters:
             return label
-    by_label = {_label(name): _leading_letters(name) for name in _FAMILIES}
+    by_label = {_label(name): _leading_letters(name) for name in FAMILY_BY_NAME}
     related = {label: stem for label, stem in by_label.items() if letters.startswith(stem)}
     longest = max(related.values(), key=len, default="")
 

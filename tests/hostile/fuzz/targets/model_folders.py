@@ -15,7 +15,7 @@ from tests.hostile.fuzz.target import Target, check_message, scratch_folder
 from tests.system.server_process import TINY_LLAMA
 from workers.hub.mirror import Mirror, parse_location
 from workers.models.config_json.sentence_modules import dense_modules
-from workers.models.families.registry import read_model_config, supported_architectures
+from workers.models.families.registry import FAMILY_BY_NAME, read_model_config
 from workers.weights.tensor_entries import read_entries
 
 _CONFIG_FOLDER = scratch_folder()
@@ -42,10 +42,7 @@ _ROPES: tuple[dict[str, object], ...] = (
 MODEL_CONFIG = Target(
     run=run_model_config,
     seeds=(
-        *(
-            json.dumps({**_TINY, "architectures": [one]}).encode()
-            for one in supported_architectures()
-        ),
+        *(json.dumps({**_TINY, "architectures": [one]}).encode() for one in FAMILY_BY_NAME),
         *(json.dumps({**_TINY, "rope_scaling": one}).encode() for one in _ROPES),
         *(json.dumps(file.config).encode() for file in published_files()),
     ),

@@ -32,11 +32,12 @@ from workers.layers.expert_product import (
 from workers.models.config_json.config_file import IGNORED_FIELDS, ConfigFile, reason_to_ignore
 from workers.models.config_json.family import Family
 from workers.models.decoder import Decoder
-from workers.models.families.registry import check_parallel, families, read_model_config
+from workers.models.families.registry import FAMILIES as ALL_FAMILIES
+from workers.models.families.registry import check_parallel, read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights, with_stored_head
 
-FAMILIES = {family.architecture: family for family in families()}
+FAMILIES = {family.architecture: family for family in ALL_FAMILIES}
 # What the registry reads for every family.
 _COMMON = {"architectures", "model_type", "is_encoder_decoder", "dtype", "torch_dtype"}
 _SHAPE = SHAPE | {"num_key_value_heads": 3}

@@ -13,8 +13,8 @@ from tests.workers.models.families.llama_config import read_llama, written_llama
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES
 from workers.models.families.registry import (
+    FAMILY_BY_NAME,
     read_model_config,
-    supported_architectures,
 )
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
@@ -449,4 +449,4 @@ def test_the_documented_families_are_the_supported_ones() -> None:
     table = DOCUMENT.read_text().split("\n## Families\n")[1].split("\n## ")[0]
     columns = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")]
     documented = [name for column in columns[2:] for name in re.findall(r"`(\w+)`", column)]
-    assert sorted(documented) == sorted(supported_architectures())
+    assert sorted(documented) == sorted(FAMILY_BY_NAME)
