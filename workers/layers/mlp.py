@@ -14,7 +14,7 @@ import torch
 from pagedray.model_config import Activation
 from workers.layers.activation import activation_function, gated_columns
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
-from workers.layers.weight import CompositeLayer, Layer, Placement, part_of
+from workers.layers.weight import CompositeLayer, Placement, part_of
 
 __all__ = ["MLP", "GatedMLP", "MLPParams", "NoMLP", "PlainMLP"]
 
@@ -72,9 +72,6 @@ class MLP(CompositeLayer):
     def activate(self, columns: torch.Tensor) -> torch.Tensor:
         """Return `columns` for the output of the first layers."""
 
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self.inner, self.down
-
 
 class GatedMLP(MLP):
     """An MLP with a gate; gate and up projection are one GEMM."""
@@ -96,9 +93,6 @@ class NoMLP(CompositeLayer):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return zeros."""
         return torch.zeros_like(x)
-
-    def sublayers(self) -> tuple[Layer, ...]:
-        return ()
 
 
 class PlainMLP(MLP):

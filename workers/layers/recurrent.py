@@ -190,9 +190,6 @@ class ShortConvLayer(RecurrentLayer):
     def _finish(self, mixed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return mixed.mul_(columns.chunk(3, dim=1)[1])
 
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self.input, self._conv, self.output
-
 
 class MatrixLayer(RecurrentLayer):
     """A recurrent layer with a matrix for each head, which reads the results of the convolution.
@@ -302,10 +299,6 @@ class DeltaRuleLayer(MatrixLayer):
         )
         return out.flatten(1)
 
-    def sublayers(self) -> tuple[Layer, ...]:
-        inputs = (self.input,) if self.gates is None else (self.input, self.gates)
-        return *inputs, self._conv, self._vectors, self._norm, self.output
-
 
 class ScanLayer(MatrixLayer):
     """A selective scan, as in Mamba-2.
@@ -351,9 +344,6 @@ class ScanLayer(MatrixLayer):
 
     def _finish(self, mixed: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return self._norm(mixed, columns[:, : self._num_values])
-
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self.input, self._conv, self._vectors, self._norm, self.output
 
 
 _KINDS: dict[RecurrentKind, type[RecurrentLayer]] = {

@@ -18,7 +18,7 @@ from pagedray.weight_format import Quantization
 from workers.parallel.group import ParallelGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 
 __all__ = [
@@ -119,11 +119,13 @@ class Layer(ABC):
 
 
 class CompositeLayer(Layer):
-    """A layer made of layers."""
+    """A layer made of the layers among its attributes, and in its lists."""
 
-    @abstractmethod
-    def sublayers(self) -> Iterable[Layer]:
-        """Return the layers, in the order in which a token passes them."""
+    def sublayers(self) -> Iterator[Layer]:
+        """Yield the layers, in the order in which their attributes were set."""
+        for value in vars(self).values():
+            layers = value if isinstance(value, list) else [value]
+            yield from (layer for layer in layers if isinstance(layer, Layer))
 
     def weight_shards(self) -> Iterator[WeightShard]:
         for layer in self.sublayers():

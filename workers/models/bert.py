@@ -109,15 +109,6 @@ class Bert(CompositeLayer):
         assert self._head is not None
         return self._head(vectors.to(self.dtype))
 
-    def sublayers(self) -> Iterator[Layer]:
-        yield self._words
-        yield self._positions
-        yield self._token_types
-        yield self._norm
-        yield from self._layers
-        if self._head is not None:
-            yield self._head
-
 
 class _TokenTypes(Layer):
     """The embeddings of token types 0 and 1, if the model has both."""
@@ -176,12 +167,6 @@ class _BertLayer(CompositeLayer):
         add_attention_norm, add_mlp_norm = self._add_norms
         hidden = add_attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
         return add_mlp_norm(hidden, self._mlp(hidden))
-
-    def sublayers(self) -> Iterator[Layer]:
-        yield self._attention
-        yield self._attention_norm
-        yield self._mlp
-        yield self._mlp_norm
 
 
 def _num_position_rows(config: ModelConfig) -> int:
@@ -246,7 +231,3 @@ class EncoderSelfAttention(CompositeLayer):
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
         query, key, value = self._qkv(hidden).split(self._size, dim=1)
         return self._output(self._attend(query, key, value, kv_cache, metadata))
-
-    def sublayers(self) -> Iterator[Layer]:
-        yield self._qkv
-        yield self._output

@@ -11,7 +11,7 @@ from pagedray.rank_progress import Phase
 from pagedray.rank_roofline import WeightWork
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.rope import NoRotation, RotaryEmbedding, Rotation
-from workers.layers.weight import CompositeLayer, Layer, Placement
+from workers.layers.weight import CompositeLayer, Placement
 from workers.models.decoder_layer import (
     DecoderLayer,
     ParallelDecoderLayer,
@@ -224,19 +224,6 @@ class Decoder(CompositeLayer):
         assert self._head is not None
         work = self._layers[-1].tail_work() + self._norm.weight_work()
         return work + self._head.weight_work()
-
-    def sublayers(self) -> Iterator[Layer]:
-        yield self._embedding
-        if self._embedding_norm is not None:
-            yield self._embedding_norm
-        if self._layer_embeddings is not None:
-            yield self._layer_embeddings
-        yield from self._layers
-        yield self._norm
-        if self._head is not None:
-            yield self._head
-        if self._score_head is not None:
-            yield self._score_head
 
 
 def _layer_class(config: ModelConfig) -> type[DecoderLayer]:

@@ -13,11 +13,11 @@ from workers.layers.experts import ExpertLayer
 from workers.layers.mlp import MLP, GatedMLP, MLPParams, NoMLP, PlainMLP
 from workers.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from workers.layers.recurrent import RecurrentLayer, make_recurrent
-from workers.layers.weight import CompositeLayer, Layer, Placement
+from workers.layers.weight import CompositeLayer, Placement
 from workers.models.self_attention import DecoderSelfAttention, StepAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     import torch
 
@@ -101,17 +101,6 @@ class DecoderLayer(CompositeLayer):
         work = self.attention.output.weight_work()
         return sum((layer.weight_work() for layer in layers), work)
 
-    def sublayers(self) -> Iterator[Layer]:
-        layers = (
-            self.attention_norm,
-            self.attention,
-            self.attention_post_norm,
-            self.mlp_norm,
-            self.mlp,
-            self.mlp_post_norm,
-        )
-        yield from (layer for layer in layers if layer is not None)
-
 
 class TwoMixerDecoderLayer(DecoderLayer):
     """A layer whose attention and recurrent layer read one norm of the stream, as in Falcon-H1."""
@@ -130,10 +119,6 @@ class TwoMixerDecoderLayer(DecoderLayer):
     def tail_work(self) -> WeightWork:
         return super().tail_work() + self.recurrence.output.weight_work()
 
-    def sublayers(self) -> Iterator[Layer]:
-        yield from super().sublayers()
-        yield self.recurrence
-
 
 class ParallelDecoderLayer(DecoderLayer):
     """A layer whose attention and MLP both read one norm of the stream, as in Cohere's models."""
@@ -151,12 +136,6 @@ class ParallelDecoderLayer(DecoderLayer):
 
     def tail_work(self) -> WeightWork:
         return self.attention.output.weight_work() + self.mlp.weight_work()
-
-    def sublayers(self) -> Iterator[Layer]:
-        if self.attention_norm is not None:
-            yield self.attention_norm
-        yield self.attention
-        yield self.mlp
 
 
 def normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,8 @@ import torch
 from workers.models.draft_head import DraftOutputs, RankDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pagedray.model_config import ModelConfig
     from workers.layers.sharded_logits import ShardedLogits
-    from workers.layers.weight import Layer
     from workers.models.decoder import Decoder
     from workers.models.self_attention import StepAttention
 
@@ -64,9 +61,6 @@ class DraftModel(RankDrafter):
 
     def logits(self, outputs: DraftOutputs) -> ShardedLogits:
         return self._decoder.logits(outputs.normed).cut(self._vocab_size)
-
-    def sublayers(self) -> Iterator[Layer]:
-        yield self._decoder
 
     def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return tokens of the vocabulary of the draft model."""

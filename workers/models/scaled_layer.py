@@ -67,12 +67,6 @@ class ScaledDecoderLayer(DecoderLayer):
         work = super().tail_work()
         return sum((layer.weight_work() for layer in more if layer is not None), work)
 
-    def sublayers(self) -> Iterator[Layer]:
-        yield from super().sublayers()
-        more = (self.side_experts, self.embedding_input)
-        yield from (layer for layer in more if layer is not None)
-        yield self.scale
-
 
 class _Scale(Layer):
     """One number of a checkpoint."""
@@ -113,9 +107,6 @@ class SideExperts(CompositeLayer):
         part = self.experts.partial(self.norm(stream), choice)
         return self.mlp_norm(output) + self.post_norm(self._group.all_reduce(part))
 
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self.mlp_norm, self.norm, self.router_norm, self.experts, self.post_norm
-
 
 class _RouterNorm(RMSNorm):
     """The norm of a router's input, divided by the square root of its size."""
@@ -155,9 +146,6 @@ class EmbeddingInput(CompositeLayer):
         gated = self._function(self._gate(stream)).mul_(embedding)
         return self._projection(gated)
 
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self._gate, self._projection, self.norm
-
 
 class LayerEmbeddings(CompositeLayer):
     """The embeddings of tokens by layer: from a table, and from their first embedding."""
@@ -189,9 +177,6 @@ class LayerEmbeddings(CompositeLayer):
         rows = self._norm(projected.unflatten(1, self._shape))
         rows = rows.add_(self._table(token_ids).unflatten(1, self._shape)).mul_(2.0**-0.5)
         return rows.transpose(0, 1)
-
-    def sublayers(self) -> tuple[Layer, ...]:
-        return self._table, self._projection, self._norm
 
 
 def _whole_linear(name: str, in_size: int, out_size: int, place: Placement) -> ColumnParallelLinear:

@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.layers.linear import ColumnParallelLinear, Columns
-from workers.layers.weight import CompositeLayer, Layer, Placement
+from workers.layers.weight import CompositeLayer, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
     from pagedray.model_config import ModelConfig
@@ -55,11 +53,6 @@ class ScoreHead(CompositeLayer):
             # The softmax of two logits is the sigmoid of their difference.
             scores = scores[:, 1:] - scores[:, :1]
         return scores.sigmoid() if self._has_sigmoid else scores
-
-    def sublayers(self) -> Iterator[Layer]:
-        if self._dense is not None:
-            yield self._dense
-        yield self._output
 
 
 def _names(config: ModelConfig) -> tuple[str | None, str]:

@@ -22,7 +22,7 @@ from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLine
 from workers.layers.norm import QKNorm, WholeQKNorm
 from workers.layers.recurrent import StepStates, layer_states
 from workers.layers.rope import Rotation
-from workers.layers.weight import CompositeLayer, Layer, Placement, WeightShard, part_of
+from workers.layers.weight import CompositeLayer, Placement, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,12 +229,6 @@ class DecoderSelfAttention(CompositeLayer):
             self.qkv.kernel.reorder(self._neighbors)
             self._neighbors = None
         super().finalize()
-
-    def sublayers(self) -> Iterator[Layer]:
-        yield self.qkv
-        if self._head_norm is not None:
-            yield self._head_norm
-        yield self.output
 
 
 def qkv_columns(
