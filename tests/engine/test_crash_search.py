@@ -132,7 +132,7 @@ def test_one_poison_ends_alone_within_the_bound(
     num_before=st.sampled_from([0, 1, 30, 150]),
     is_timed=st.booleans(),
 )
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_a_poison_that_kills_a_while_after_each_start_ends_alone(
     number: int, place: int, step: int, num_before: int, is_timed: bool
 ) -> None:

@@ -67,7 +67,7 @@ def test_no_piece_splits_a_character(tokenizer: Tokenizer) -> None:
 
 
 @given(token_ids=st.lists(st.integers(0, 400), max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_pieces_are_what_decoding_all_gives(tokenizer: Tokenizer, token_ids: list[int]) -> None:
     # Ids beyond the tokenizer's vocabulary exist in the model only.
     assert "".join(_pieces(tokenizer.token_bytes, token_ids)) == tokenizer.decode(token_ids)
@@ -86,7 +86,7 @@ def test_broken_bytes_become_replacement_characters_at_once(tokenizer: Tokenizer
         max_size=30,
     )
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[str]) -> None:
     token_ids: list[int] = []
     for text in texts:
@@ -103,14 +103,14 @@ def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[
         max_size=20,
     )
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_invalid_bytes_in_a_row_are_what_decoding_all_gives(token_ids: list[int]) -> None:
     expected = FALLBACK.decode(token_ids, skip_special_tokens=True)
     assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == expected
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_tokens_that_come_together_are_what_decoding_all_gives(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
@@ -163,7 +163,7 @@ def _cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     pieces=st.lists(st.text("ab\u00e9", max_size=4), max_size=20),
     stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=4), max_size=4),
 )
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_stop_strings_cut_as_if_the_text_was_whole(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(StopStrings(stops))
     text, found = "", None
@@ -181,7 +181,7 @@ def test_stop_strings_cut_as_if_the_text_was_whole(pieces: list[str], stops: lis
     texts=st.lists(st.text("ab", max_size=12), min_size=1, max_size=6),
     stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=16),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_sequences_of_a_call_share_their_stop_strings(texts: list[str], stops: list[str]) -> None:
     # Each text finds states that those before it have made.
     shared = StopStrings(stops)
@@ -209,7 +209,7 @@ def test_long_stop_strings_cost_a_sequence_little() -> None:
     text=st.text(alphabet="aTh \u00e9\U0001f642", max_size=30),
     stops=st.lists(st.text("aTh \u00e9\U0001f642", min_size=1, max_size=3), max_size=3),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_tokens_and_stop_strings_together(
     tokenizer: Tokenizer, text: str, stops: list[str]
 ) -> None:

@@ -223,7 +223,7 @@ ORDINARY = st.one_of(
 
 
 def test_other_messages_are_encoded_as_by_transformers(pair: Pair) -> None:
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     @given(conversations(ORDINARY))
     def check(messages: list[ChatMessage]) -> None:
         assume(not any(name in one.content for one in messages for name in pair.specials))
@@ -233,7 +233,7 @@ def test_other_messages_are_encoded_as_by_transformers(pair: Pair) -> None:
 
 
 def test_special_tokens_in_messages_are_encoded_as_if_they_were_none(pair: Pair) -> None:
-    @settings(max_examples=200)
+    @settings(max_examples=100)
     @given(conversations(st.one_of(ORDINARY, st.sampled_from(list(pair.specials)))))
     def check(messages: list[ChatMessage]) -> None:
         assert pair.encode(messages) == expected(pair.renamed, messages)

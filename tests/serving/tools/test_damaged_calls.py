@@ -538,7 +538,7 @@ def reader_of(name: str) -> TurnReader:
     return turn_reader(name, TOOLS, is_parallel=True)  # type: ignore[arg-type]  # a format
 
 
-@pytest.mark.parametrize("num_texts", [150, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_texts", [75, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, "choice", "list", "named"])
 def test_any_damage_gives_valid_calls(name: str, num_texts: int) -> None:
     generator = random.Random(name)
