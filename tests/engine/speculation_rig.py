@@ -275,7 +275,7 @@ def counted_overlaps(llm: LLM) -> Iterator[Counter[str]]:
     executor.submit_plan = submit  # type: ignore[method-assign]  # as before
 
 
-def answers(llm: LLM, names: Sequence[str], *, max_tokens: int = 30) -> list[list[Any]]:
+def answers(llm: LLM, names: Sequence[str], *, max_tokens: int = 24) -> list[list[Any]]:
     """Return all that a client sees of the completions with these parameters, by prompt."""
     prompts, params, chat_params = [], [], []
     for seed, name in enumerate(names):

@@ -10,6 +10,7 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.fp8 import from_fp8, pair_table, to_fp8
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.rig import Rig, check_chunks, params_of
+from tests.slow_params import some_slow
 
 pytestmark = pytest.mark.usefixtures("both_decodes")
 FEATURES: dict[str, AttentionParams] = {
@@ -54,6 +55,9 @@ CROSS_FEATURES = {
 ENCODER_FEATURES = {
     name: params for name, params in FEATURES.items() if params.kv_cache_dtype == "auto"
 }
+SOME_DTYPES = pytest.mark.parametrize(
+    "dtype", some_slow([torch.float32, torch.bfloat16], slow=[torch.float32])
+)
 TYPES = pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 
 
@@ -86,21 +90,21 @@ def test_every_feature_equals_the_dense_reference(feature: str, dtype: torch.dty
     run_everything(Rig(FEATURES[feature], dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@SOME_DTYPES
 @pytest.mark.parametrize("feature", ENCODER_FEATURES)
 def test_every_feature_of_an_encoder_alone(feature: str, dtype: torch.dtype) -> None:
     layers = layers_of(FEATURES[feature], AttentionType.ENCODER_ONLY)
     run_encoder(Rig(*layers, dtype=dtype, num_blocks=250))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@SOME_DTYPES
 @pytest.mark.parametrize("feature", ENCODER_FEATURES)
 def test_every_feature_of_an_encoder_beside_a_decoder(feature: str, dtype: torch.dtype) -> None:
     layers = layers_of(FEATURES[feature], AttentionType.ENCODER, AttentionType.DECODER)
     run_everything(Rig(*layers, dtype=dtype, num_blocks=200))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@SOME_DTYPES
 @pytest.mark.parametrize("feature", CROSS_FEATURES)
 def test_every_feature_of_cross_attention(feature: str, dtype: torch.dtype) -> None:
     kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from pagedray.errors import CheckpointError
 from tests.downloads.faulty_server import Fault
@@ -18,13 +20,15 @@ from workers.hub.model_name import HubName, parse_model
 
 _WEIGHTS = "model.safetensors"
 _WHERE = S3Location("models", "team/tiny")
-_CHUNK = 2**20
+_CHUNK = 2**16
+# Of eight chunks.
+FILES = folder_files(TINY_LLAMA) | {_WEIGHTS: save({"weight": torch.rand(2**17)})}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
 def s3(small_s3: SmallS3) -> SmallS3:
-    small_s3.push("team/tiny", folder_files(TINY_LLAMA))
+    small_s3.push("team/tiny", FILES)
     # A folder beside it, whose name begins the same.
     small_s3.push("team/tiny-2", {"config.json": b"{}"})
     return small_s3
@@ -38,7 +42,7 @@ def fetch(folder: Path, report_progress: Callable[[int, int], None] | None = Non
 def test_the_folder_is_that_of_the_bucket(s3: SmallS3, tmp_path: Path) -> None:
     folder = fetch(tmp_path / "tiny")
     for name in ("config.json", "tokenizer.json", _WEIGHTS):
-        assert (folder / name).read_bytes() == (TINY_LLAMA / name).read_bytes()
+        assert (folder / name).read_bytes() == FILES[name]
     assert Mirror(folder).problem() is None
     assert not list(folder.rglob("*.part"))
     assert all(each.token is not None for each in s3.requested)
@@ -66,7 +70,7 @@ def test_a_fault_that_passes_is_survived(s3: SmallS3, tmp_path: Path, fault: Fau
     s3.faults.append(fault)
     folder = fetch(tmp_path / "tiny")
     assert fault.times == 0
-    assert (folder / _WEIGHTS).read_bytes() == (TINY_LLAMA / _WEIGHTS).read_bytes()
+    assert (folder / _WEIGHTS).read_bytes() == FILES[_WEIGHTS]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_an_etag_that_is_no_header_ends_in_one_line(s3: SmallS3, tmp_path: Path,
 
 
 def test_a_short_file_is_never_served(s3: SmallS3, tmp_path: Path) -> None:
-    size = (TINY_LLAMA / _WEIGHTS).stat().st_size
+    size = len(FILES[_WEIGHTS])
     s3.listed_sizes[f"team/tiny/{_WEIGHTS}"] = size + 1000
     with pytest.raises(CheckpointError, match="is shorter than the size"):
         fetch(tmp_path / "tiny")

@@ -10,6 +10,7 @@ import torch
 from attention.layer import Attention
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.model_config import Task
+from tests.slow_params import some_slow
 from tests.small_models.quantized_checkpoints import save_compressed, save_wide
 from tests.workers.models.test_quantized_models import COMPRESSED
 from tests.workers.models.two_ranks import on_two_ranks
@@ -85,7 +86,7 @@ def compare(folder: Path, group: ParallelGroup) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(list(CASES), slow=list(CASES)[1::2]))
 def test_fused_layers_compute_what_plain_layers_compute(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     compare(tmp_path, SoloGroup())

@@ -110,7 +110,7 @@ def test_the_narrowest_filter_equals_greedy(
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=FILTER_NAMES)
-@pytest.mark.parametrize("num_draws", [20_000, pytest.param(102_400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_draws", [10_000, pytest.param(102_400, marks=pytest.mark.slow)])
 def test_draws_follow_the_filtered_distribution(
     choice: Choice, num_draws: int, sampling: SamplingParams
 ) -> None:
