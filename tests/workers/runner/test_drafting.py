@@ -452,10 +452,24 @@ GPU = {
 GPU_WAYS = [pytest.param(way, marks=[pytest.mark.gpu, NEEDS_GPU]) for way in ("gpu", "gpu eager")]
 
 
-@pytest.mark.parametrize("way", ["host", pytest.param("device", marks=WAYS[1].marks), *GPU_WAYS])
+OVERLAPPED = [((0.7, 0.0), False), ((0.0, 0.0), False), ((1.0, 0.8), False), ((0.7, 0.0), True)]
+
+
 @pytest.mark.parametrize(
-    ("temperatures", "is_model"),
-    [((0.0, 0.0), False), ((0.7, 0.0), False), ((1.0, 0.8), False), ((0.7, 0.0), True)],
+    ("way", "temperatures", "is_model"),
+    [
+        *(("host", *case) for case in OVERLAPPED),
+        pytest.param("device", *OVERLAPPED[0], marks=WAYS[1].marks),
+        *(
+            pytest.param("device", *case, marks=[*WAYS[1].marks, pytest.mark.slow])
+            for case in OVERLAPPED[1:]
+        ),
+        *(
+            pytest.param(way, *case, marks=[pytest.mark.gpu, NEEDS_GPU])
+            for way in ("gpu", "gpu eager")
+            for case in OVERLAPPED
+        ),
+    ],
 )
 def test_overlapped_plan_follows_the_tokens_of_the_step_before(
     temperatures: tuple[float, float],
