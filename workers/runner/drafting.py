@@ -155,7 +155,8 @@ class HostDrafting(Drafting):
         sampled = _last_sampled(inputs, token_ids)
         row_ids, positions = inputs.sampled_rows[sampled], inputs.sampled_positions[sampled]
         places = torch.from_numpy(sampled)
-        token_ids = token_ids.index_select(0, places)
+        # A sequence may have no token, as behind a mask that is late.
+        token_ids = token_ids.index_select(0, places).clamp_(min=0)
         if inputs.logits_indices is not None:
             places = inputs.logits_indices[places]
         if states is not None:

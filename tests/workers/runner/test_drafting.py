@@ -33,6 +33,7 @@ from pagedray.batch import (
     Decodes,
     SequencePlan,
     SequenceStart,
+    StepMasks,
     StepOutput,
     StepPlan,
     pack_token_ids,
@@ -741,4 +742,23 @@ def test_drafts_of_states_that_are_not_finite_are_tokens(tmp_path: Path) -> None
     )
     (found,) = drafts(output)
     assert all(0 <= token_id < 3072 for token_id in found)
+    rank.close()
+
+
+@pytest.mark.parametrize("is_on_device", WAYS)
+def test_sequence_with_a_late_mask_has_no_effect_on_the_drafts_of_others(
+    is_on_device: bool, tmp_path: Path
+) -> None:
+    folder = original_folder(tmp_path / "head")
+    rank = Rank(folder)
+    if is_on_device:
+        on_device(rank)
+    masked = replaced(start(0, [9, 4], [3]), mask_start=0)
+    starts = [masked, start(1, [5, 6, 7], [1, 2])]
+    chunks = [SequencePlan(0, 0, 2, True), SequencePlan(1, 0, 3, True)]
+    pending = rank.send(StepPlan(0, chunks, num_drafts=NUM_DRAFTS, starts=starts))
+    pending.take_masks(StepMasks(pending.step, bytes(-(-3072 // 32) * 4)))
+    output = pending.output()
+    assert output.token_ids[0] == -1
+    assert drafts(output)[1] == expected_drafts(folder, [5, 6, 7, output.token_ids[1]])
     rank.close()
