@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def _links(path: Path) -> Iterator[str]:
                 yield str(address)
 
 
+@cache
 def _anchors(path: Path) -> set[str]:
     tokens = MarkdownIt().parse(path.read_text())
     headings = [text.content for first, text in pairwise(tokens) if first.type == "heading_open"]

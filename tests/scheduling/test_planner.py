@@ -12,6 +12,7 @@ from pagedray.batch import BlockCopy, StepPlan
 from pagedray.request import FinishReason
 from tests.scheduling.fake_worker import known_tokens
 from tests.scheduling.harness import Harness
+from tests.slow_params import some_slow
 
 if TYPE_CHECKING:
     from pagedray.config import Preemption
@@ -302,7 +303,7 @@ def test_newcomer_leaves_a_block_for_each_running_sequence() -> None:
     harness.drain()
 
 
-@pytest.mark.parametrize("has_limit", [True, False])
+@pytest.mark.parametrize("has_limit", some_slow([True, False], slow=[True]))
 def test_a_pool_that_is_too_small_costs_little_throughput(has_limit: bool) -> None:
     # Without a limit each sequence may grow to a length of which the pool holds hardly one.
     fitting = throughput_of_pool(1.1, has_limit=has_limit)

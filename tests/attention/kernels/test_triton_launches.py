@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_no_kernel_has_variants_for_what_changes_from_step_to_step() -> None:
     assert {"_attend_chunks", "attend_item", "_gather_tokens"} <= checked
 
 
+@cache
 def dependent_kernels() -> dict[str, ast.FunctionDef]:
     """Return the kernels that may start early, by their names."""
     return {

@@ -20,6 +20,7 @@ from tests.serving.tools.test_damaged_calls import (
     damaged,
 )
 from tests.serving.tools.test_tool_calls import deepseek
+from tests.slow_params import some_slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -270,9 +271,15 @@ def test_calls_can_be_sent_back(served: tuple[str, Server], is_whole: bool) -> N
         assert found == [found[0]] * len(found), text
 
 
+HARDLY_DEPENDS_ON_FORMAT = pytest.mark.parametrize(
+    "served",
+    some_slow(sorted(SHOWN), slow=sorted(SHOWN.keys() - {"hermes", "openai"})),
+    indirect=True,
+)
 GIVEN = ["null", '""', "{", '{"where": "a', rf'{{"where": "{HALF}"}}', '{"where": "a\\', '{"a": tr']
 
 
+@HARDLY_DEPENDS_ON_FORMAT
 def test_arguments_of_other_servers_are_accepted(served: tuple[str, Server]) -> None:
     _, server = served
     server.say("ok")
@@ -286,6 +293,7 @@ def test_arguments_of_other_servers_are_accepted(served: tuple[str, Server]) -> 
         RpcClient(server).send_back(turn)
 
 
+@HARDLY_DEPENDS_ON_FORMAT
 def test_any_number_of_calls_can_be_sent_back(served: tuple[str, Server]) -> None:
     _, server = served
     server.say("ok")
