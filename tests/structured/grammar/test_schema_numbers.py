@@ -26,6 +26,7 @@ from cluster.structured.grammar.expressions import (
 )
 from cluster.structured.grammar.schema_numbers import Grid, Multiples, number_of, numbers_between
 from pagedray.errors import InvalidRequestError
+from tests.slow_params import some_slow
 from tests.structured.grammar.as_regex import as_regex
 
 
@@ -244,7 +245,7 @@ def ends(expression: Expression, rules: dict[str, Expression], text: str, at: in
     raise AssertionError(expression)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some_slow(range(40), slow=range(20, 40)))
 def test_multiples_in_a_range_match(seed: int) -> None:
     generator = random.Random(seed)
     divisor = generator.choice([1, 2, 3, 5, 7, 10, 15, 25, 60, 100, 360, 1000])

@@ -324,12 +324,18 @@ def on_device(rank: Rank) -> None:
         drafting.warm_up()
 
 
-@pytest.mark.parametrize("is_on_device", WAYS)
+HEADS = [
+    *(original_folder, qwen3_5_of_attention, *MODELS),
+    *(norms, own_embedding, random_mimo_folder, random_glm4_moe_folder),
+]
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "is_on_device"),
     [
-        *(original_folder, norms, own_embedding, *MODELS),
-        *(random_mimo_folder, random_glm4_moe_folder, qwen3_5_of_attention),
+        *((make, False) for make in HEADS),
+        *(pytest.param(make, True, marks=WAYS[1].marks) for make in HEADS[:3]),
+        *(pytest.param(make, True, marks=[*WAYS[1].marks, pytest.mark.slow]) for make in HEADS[3:]),
     ],
 )
 def test_drafts_follow_prompts_and_chains(
