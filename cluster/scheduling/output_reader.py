@@ -134,9 +134,8 @@ class OutputReader:
         """Append the tokens of chains up to the token that follows the last right draft."""
         events: list[TokenEvent] = []
         end = len(in_flight.sampled)
-        is_overlapped = in_flight.plan.is_overlapped
         for planned in in_flight.chains:
-            chain = planned.with_guesses() if is_overlapped else planned
+            chain = planned.with_guesses() if planned.is_guessed else planned
             sequence, first = chain.sequence, end
             end = first + len(chain.draft_ids) + 1
             token_ids = output.token_ids[first:end]

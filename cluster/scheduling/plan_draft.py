@@ -145,7 +145,7 @@ class PlanDraft:
         self.num_drafts = 0
         """Tokens that a draft head guesses for each sequence."""
         self.is_overlapped = False
-        """Whether the tokens of the step before are not known, nor the drafts of chains."""
+        """Whether the tokens of the step before are not known."""
         self.feeds_head = True
 
     @property
@@ -209,7 +209,7 @@ class PlanDraft:
             num_tokens = len(chain.draft_ids) + 1
             rows += [chain.sequence.state.row] * num_tokens
             positions += range(chain.position, chain.position + num_tokens)
-            if not self.is_overlapped:
+            if not chain.is_guessed:
                 draft_ids += chain.draft_ids
         return StepPlan(
             self.step,

@@ -93,7 +93,10 @@ class Planner:
         # A token of the budget was set aside for each.
         budget.num_tokens += len(preempting)
         if self._pace is not None:
-            self._begin_pace(self._pace, draft)
+            self._pace.begin_step(
+                num_tokens=len(draft.decodes),
+                num_pairs=sum(draft.decode_positions) + len(draft.decodes),
+            )
         for num_started, (sequence, admission) in enumerate(preempting.items(), 1):
             num_left = len(preempting) - num_started
             with Blame(sequence):
@@ -191,35 +194,41 @@ class Planner:
         """Return the draft of an overlapped plan that continues the only plan in flight.
 
         It has the sequences of that plan, at positions as if all of their drafts are right, and
-        drafts that a draft head is guessing. A sequence sits out that will probably have ended, or
-        that lacks a block. The draft is empty if anything else could run.
+        drafts behind these. A sequence sits out that will probably have ended, or that lacks a
+        block. The draft is empty if anything else could run, or if it is better to wait for tokens.
         """
         budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=0)
         draft, speculator = budget.draft, self._speculator
         draft.is_overlapped = True
         if speculator is None or not self._may_continue(speculator, last):
             return draft
-        most, last_position, limits = last.plan.num_drafts, self._max_model_len - 2, []
+        last_position, limits = self._max_model_len - 2, dict[Sequence, int]()
         for sequence in self._table.running:
+            most = min(speculator.most_drafts(last.plan), last_position - sequence.num_computed)
+            limit = speculator.most_guesses(sequence, most)
+            if limit >= 0:
+                limits[sequence] = limit
+        if not limits:
+            return draft
+        if self._pace is not None:
+            num_pairs = sum(sequence.num_computed + 1 for sequence in limits)
+            self._pace.begin_step(num_tokens=len(limits), num_pairs=num_pairs)
+        room = self._room_for_drafts(budget, num_sequences=len(limits))
+        chains = speculator.chains_behind(last.chains, limits, room=room)
+        if chains is None:
+            return draft
+        for sequence in limits:
             position = sequence.num_computed
-            limit = speculator.most_guesses(sequence, min(most, last_position - position))
-            if limit < 0:
-                continue
             with Blame(sequence):
                 self._hold_slots(sequence, position, position + 1, draft)
             if position < sequence.blocks.num_slots:
                 draft.decodes.append(sequence)
                 draft.decode_positions.append(position)
-                limits.append(limit)
                 sequence.num_computed = position + 1
-        if not draft.decodes:
-            return draft
-        budget.num_tokens -= len(draft.decodes)
-        if self._pace is not None:
-            self._begin_pace(self._pace, draft)
-        room = self._room_for_drafts(budget)
-        self._plan_chains(speculator.buy_guesses(draft.decodes, limits, room=room), budget)
-        self._plan_head_drafts(speculator, draft)
+        held = {*draft.decodes}
+        self._plan_chains([chain for chain in chains if chain.sequence in held], budget)
+        if speculator.has_head:
+            self._plan_head_drafts(speculator, draft)
         draft.evictions, _ = self._kv.take_copies(step)
         return draft
 
@@ -230,29 +239,24 @@ class Planner:
         """
         table = self._table
         is_waiting = bool(table.waiting or table.swapped or table.arriving)
-        if not speculator.has_head or self._states is not None or is_waiting:
+        if self._states is not None or is_waiting or last.plan.chunks or last.masked:
             return False
-        if last.plan.chunks or last.masked:
-            return False
-        sampled = {*last.sampled_sequences}
+        sampled, num_tokens = {*last.sampled_sequences}, speculator.most_drafts(last.plan) + 1
         return all(
             sequence in sampled
             and not sequence.is_prefill
-            and not sequence.active.request.prediction
-            and not sequence.may_be_masked(num_tokens=last.plan.num_drafts + 1)
+            and not (speculator.has_head and sequence.active.request.prediction)
+            and not sequence.may_be_masked(num_tokens=num_tokens)
             for sequence in table.running
         )
 
-    def _begin_pace(self, pace: StepPace, draft: PlanDraft) -> None:
-        """Begin to count the time of a step that has decodes."""
-        pace.begin_step(
-            num_tokens=len(draft.decodes),
-            num_pairs=sum(draft.decode_positions) + len(draft.decodes),
-        )
+    def _room_for_drafts(self, budget: StepBudget, *, num_sequences: int = 0) -> int:
+        """Return how many drafts the step may have, with the tokens and rows that are left.
 
-    def _room_for_drafts(self, budget: StepBudget) -> int:
-        """Return how many drafts the step may have, with the tokens and rows that are left."""
-        room = min(budget.num_tokens, self._table.num_rows - budget.draft.num_sequences)
+        `num_sequences` have a token in the step that is not planned yet.
+        """
+        num_rows = budget.draft.num_sequences + num_sequences
+        room = min(budget.num_tokens - num_sequences, self._table.num_rows - num_rows)
         if self._pace is not None:
             room = min(room, int(self._pace.num_tokens(0)))
         return room

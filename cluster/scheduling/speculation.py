@@ -24,7 +24,7 @@ from cluster.scheduling.suffix_decoding import SuffixDrafter
 from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as AnySequence
 
     from cluster.scheduling.drafters import Drafter
@@ -104,6 +104,20 @@ class Chain(NamedTuple):
     """The first drafts that the grammar of the sequence forces."""
     num_usable: int | None = None
     """The number of the first drafts with masks, if other drafts have none and count as wrong."""
+    is_guessed: bool = False
+    """Whether a draft head is guessing the drafts, which are not known yet."""
+    last_id: int | None = None
+    """The guess of the token before the drafts, in an overlapped plan."""
+
+    @property
+    def is_misplaced(self) -> bool:
+        """Whether the drafts of an overlapped plan follow other tokens than the tokens sampled.
+
+        To be called once the tokens of the step before are known.
+        """
+        token_ids = self.sequence.token_ids
+        is_behind = self.position == len(token_ids) - 1 and token_ids[-1] == self.last_id
+        return self.last_id is not None and not is_behind
 
     @property
     def masked_row(self) -> MaskedRow | None:
@@ -125,7 +139,7 @@ class Chain(NamedTuple):
         draft_ids = drafts.head_ids[: len(self.draft_ids)]
         if drafts.num_known != len(self.sequence.token_ids) or len(draft_ids) < len(self.draft_ids):
             raise WorkerError("The guesses of a draft head are missing.")
-        return self._replace(position=drafts.num_known - 1, draft_ids=draft_ids)
+        return self._replace(position=drafts.num_known - 1, draft_ids=draft_ids, is_guessed=False)
 
 
 class RowTimes:
@@ -378,6 +392,13 @@ class _Offer(NamedTuple):
     num_forced: int
     survivals: list[float]
 
+    def chain(
+        self, draft_ids: AnySequence[int], *, is_guessed: bool = False, last_id: int | None = None
+    ) -> Chain:
+        """Return a chain of an overlapped plan, of which no token is planned yet."""
+        position = self.sequence.num_computed
+        return Chain(self.sequence, position, draft_ids, is_guessed=is_guessed, last_id=last_id)
+
 
 class Speculator:
     """Decides which drafts are computed; without a drafter's guesses there are none."""
@@ -436,7 +457,7 @@ class Speculator:
                 # If the guess is wrong, there may be other guesses.
                 survivals = self.rates.survivals(drafts.lead, len(proposed) - 1)
                 offers.append(_Offer(sequence, proposed[1:], 0, survivals))
-        return self._best_total(_likeliest(offers, room), len(running)) > 0
+        return bool(offers) and any(self._chosen(offers, num_rows=len(running), room=room))
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
         """Return the drafts worth their time, at most `room`, of sequences that a plan decodes.
@@ -477,25 +498,72 @@ class Speculator:
         num_left = sequence.max_length - len(sequence.token_ids) - num_sampled
         return min(most, math.ceil(num_left) - 1)
 
-    def buy_guesses(
-        self, sequences: AnySequence[Sequence], limits: AnySequence[int], *, room: int
-    ) -> list[Chain]:
-        """Return chains with drafts that a draft head is guessing, at most `room` in all.
+    def most_drafts(self, last: StepPlan) -> int:
+        """Return how many drafts a sequence may have behind the only plan in flight."""
+        return last.num_drafts if self.has_head else self._num_drafts
 
-        A step with a token of each sequence is planned. The number of drafts of each is limited.
+    def chains_behind(
+        self, last: AnySequence[Chain], limits: Mapping[Sequence, int], *, room: int
+    ) -> list[Chain] | None:
+        """Return chains behind the only plan in flight, which has the chains `last`.
+
+        All together have at most `room` drafts.
+
+        They are for a plan with a token of each of the sequences, of which the number of drafts is
+        limited. None if the next plan should wait for the tokens of the plan in flight.
         """
-        offers = []
-        for sequence, limit in zip(sequences, limits, strict=True):
-            drafts = sequence.drafts
-            if drafts is not None and self._has_read(sequence) and limit > 0:
-                survivals = self.rates.survivals(drafts.lead, limit)
-                offers.append(_Offer(sequence, (_UNKNOWN,) * limit, 0, survivals))
-        chosen = self._chosen(offers, num_rows=len(sequences), room=room)
+        num_rows = len(limits)
+        if self.has_head:
+            guessed = [
+                _Offer(one, (_UNKNOWN,) * most, 0, self.rates.survivals(one.drafts.lead, most))
+                for one, most in limits.items()
+                if one.drafts is not None and self._has_read(one) and most > 0
+            ]
+            chosen = self._chosen(guessed, num_rows=num_rows, room=room)
+            return [
+                one.chain(one.draft_ids[:number], is_guessed=True)
+                for one, number in zip(guessed, chosen, strict=True)
+                if number
+            ]
+        behind, later = self._offers_behind(last, limits)
+        chosen, rate = self._bought(behind, num_rows=num_rows, room=room, gap_s=0.0)
+        # After the wait, drafts follow tokens that are known.
+        gap_s = self.times.gap_s
+        waiting_rate = num_rows / (self.times.time_of(num_rows) + gap_s)
+        _, later_rate = self._bought(
+            later, num_rows=num_rows, room=room, gap_s=gap_s, least_rate=waiting_rate
+        )
+        if rate <= later_rate:
+            return None
         return [
-            Chain(offer.sequence, offer.sequence.num_computed - 1, offer.draft_ids[:number])
-            for offer, number in zip(offers, chosen, strict=True)
+            one.chain(one.draft_ids[1 : number + 1], last_id=one.draft_ids[0])
+            for one, number in zip(behind, chosen, strict=True)
             if number
         ]
+
+    def _offers_behind(
+        self, last: AnySequence[Chain], limits: Mapping[Sequence, int]
+    ) -> tuple[list[_Offer], list[_Offer]]:
+        """Return offers behind the drafts in flight, and offers as if these were verified.
+
+        The former begin with the guess of the token before the drafts.
+        """
+        in_flight = {chain.sequence: chain.draft_ids for chain in last}
+        behind, later = [], []
+        for sequence, most in limits.items():
+            drafts = sequence.drafts
+            if drafts is None or most <= 0:
+                continue
+            pending, number = in_flight.get(sequence, ()), sequence.num_pending
+            proposed, _ = self._proposed(sequence, drafts, num_pending=number)
+            num_more = min(len(proposed) - number, most)
+            if proposed:
+                survivals = self.rates.survivals(drafts.lead, min(len(proposed), most))
+                later.append(_Offer(sequence, proposed, 0, survivals))
+            if num_more > 0 and [*proposed[: number - 1]] == [*pending]:
+                survivals = self.rates.survivals(drafts.lead, number + num_more)[number:]
+                behind.append(_Offer(sequence, proposed[number - 1 :], 0, survivals))
+        return behind, later
 
     def plan_head(
         self,
@@ -591,7 +659,8 @@ class Speculator:
     def note_step(self, plan: StepPlan, output: StepOutput, *, is_alone: bool) -> None:
         """Note the duration of a step; it `is_alone` if its plan was made after the step before."""
         # Without decodes, there may have been nothing to do before.
-        if plan.decodes.rows and not plan.swap_ins:
+        has_decodes = plan.decodes.rows and not plan.swap_ins
+        if has_decodes and (self.has_head or not plan.is_overlapped):
             self.times.note_idle(output.idle_s, has_gap=is_alone or plan.is_overlapped)
         if plan.chunks:
             return
@@ -610,11 +679,12 @@ class Speculator:
         assert drafts is not None
         self.num_chains += 1
         self.num_draft_tokens += len(chain.draft_ids)
+        is_misplaced = chain.is_misplaced
         for place in range(min(num_accepted + 1, len(chain.draft_ids))):
-            self.rates.note_draft(
-                drafts, place, is_right=place < num_accepted, num_forced=chain.num_forced
-            )
-            self.num_accepted_at[place] += place < num_accepted
+            is_right = place < num_accepted
+            if not is_misplaced:
+                self.rates.note_draft(drafts, place, is_right=is_right, num_forced=chain.num_forced)
+            self.num_accepted_at[place] += is_right
 
     def stats(self) -> SpeculationStats:
         """Return a snapshot of the counters."""
@@ -679,10 +749,29 @@ class Speculator:
 
     def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> list[int]:
         """Return how many drafts of each offer give the most tokens per second."""
+        # Ranks have waited for the guesses of a draft head already.
+        gap_s = 0.0 if self.has_head else self.times.gap_s
+        return self._bought(offers, num_rows=num_rows, room=room, gap_s=gap_s)[0]
+
+    def _bought(
+        self,
+        offers: list[_Offer],
+        *,
+        num_rows: int,
+        room: int,
+        gap_s: float,
+        least_rate: float | None = None,
+    ) -> tuple[list[int], float]:
+        """Return how many drafts of each offer give the most tokens per second, and that rate.
+
+        A step with drafts follows a gap. `least_rate` is the rate without drafts, by default
+        without a gap.
+        """
         likeliest = _likeliest(offers, room)
-        number = self._best_total(likeliest, num_rows)
+        least_rate = least_rate or num_rows / self.times.time_of(num_rows)
+        number, rate = self._best_total(likeliest, num_rows, gap_s=gap_s, least_rate=least_rate)
         if not number:
-            return [0] * len(offers)
+            return [0] * len(offers), rate
         loss = -likeliest[number - 1]
         chosen = [bisect_left(offer.survivals, loss, key=neg) for offer in offers]
         # Of drafts that are as likely as the last, the first offers have as many as are left.
@@ -693,16 +782,19 @@ class Speculator:
             num_equal = bisect_right(offer.survivals, loss, key=neg) - chosen[index]
             chosen[index] += min(num_equal, num_left)
             num_left -= num_equal
-        return chosen
+        return chosen, rate
 
-    def _best_total(self, survivals: list[float], num_rows: int) -> int:
-        """Return how many of the drafts, the likeliest first, give the most tokens per second."""
+    def _best_total(
+        self, survivals: list[float], num_rows: int, *, gap_s: float, least_rate: float
+    ) -> tuple[int, float]:
+        """Return how many of the drafts, the likeliest first, give the most tokens per second.
+
+        The second result is that rate.
+        """
+        best, best_rate = 0, least_rate
         if not survivals:
-            return 0
-        # Ranks have waited for the guesses of a draft head already.
-        gap_s = 0.0 if self.has_head else self.times.gap_s
+            return best, best_rate
         num_tokens = [*accumulate(survivals, initial=float(num_rows))]
-        best, best_rate = 0, num_rows / self.times.time_of(num_rows)
         number = 0
         while number < len(survivals):
             # Until the next size of steps, more drafts take no more time.
@@ -712,7 +804,7 @@ class Speculator:
                 best, best_rate = number, num_tokens[number] / step_s
             elif num_tokens[-1] <= best_rate * step_s:
                 break
-        return best
+        return best, best_rate
 
 
 def _likeliest(offers: list[_Offer], room: int) -> list[float]:

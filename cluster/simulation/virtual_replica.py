@@ -144,10 +144,11 @@ class VirtualHead:
         for row, token_id in zip(rows, token_ids, strict=True):
             sampled.setdefault(row, []).append(token_id)
         draft_ids = iter(array("i", plan.decodes.draft_ids))
+        is_guessed = plan.is_overlapped and not plan.decodes.draft_ids
         self._num_wrong = {}
         for row, ids in sampled.items():
             number = len(ids) - 1
-            known = self._guesses[row] if plan.is_overlapped else draft_ids
+            known = self._guesses[row] if is_guessed else draft_ids
             pairs = zip([*itertools.islice(known, number)], ids, strict=False)
             num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             self._num_wrong[row] = number - num_right
@@ -203,7 +204,8 @@ class VirtualReplica:
         self._disk = disk if self.scheduler.has_disk else None
         self.block_size = kv.block_size
         self._cost = cost
-        self._head = head
+        # Without a head, there are no guesses, but positions may be too high.
+        self._head = head or VirtualHead(acceptance=0.0) if speculator is not None else None
         self._copies = VirtualCopies(cost, num_blocks=kv.num_blocks)
         self.now_s = 0.0
         self.num_steps = 0

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class FreeDrafts(RowTimes):
     """Steps of any number of rows take the same time, without gaps, so every draft is worth it."""
 
-    gap_s = 0.0
+    @property
+    def gap_s(self) -> float:
+        return 0.0
 
     def has_measured(self, num_rows: int) -> bool:
         return True
@@ -28,7 +30,11 @@ class FreeDrafts(RowTimes):
 
 
 class RandomTimes(FreeDrafts):
-    """Steps of any number of rows take any time, so any number of drafts is worth it."""
+    """Steps of any number of rows, and gaps, take any time: any number of drafts is worth it."""
+
+    @property
+    def gap_s(self) -> float:
+        return self._rng.choice((0.0, 0.0, 1.0, 50.0))
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -39,19 +45,30 @@ class RandomTimes(FreeDrafts):
 
 
 class GuessingDrafter:
-    """Guesses the tokens of a fake worker; some guesses are wrong."""
+    """Guesses the tokens of a fake worker; some guesses are wrong.
+
+    Guesses behind the same tokens are equal.
+    """
 
     def __init__(self, seed: int, *, right: float) -> None:
         """`right` is the probability that a guess is right."""
-        self._rng = random.Random(seed)
+        self._seed = seed
         self._right = right
 
     def propose(self, sequence: Sequence, limit: int) -> AnySequence[int]:
-        request, number = sequence.active.request, self._rng.randint(0, limit)
-        return self.guesses(request, sequence.token_ids, number, index=sequence.index)
+        request, num_tokens = sequence.active.request, len(sequence.token_ids)
+        rng = random.Random(hash((self._seed, request.seed, sequence.index, num_tokens)))
+        number = min(rng.choice((0, 1, 2, 4, 8, 99)), limit)
+        return self.guesses(request, sequence.token_ids, number, index=sequence.index, rng=rng)
 
     def guesses(
-        self, request: Request, token_ids: AnySequence[int], number: int, *, index: int
+        self,
+        request: Request,
+        token_ids: AnySequence[int],
+        number: int,
+        *,
+        index: int,
+        rng: random.Random,
     ) -> list[int]:
         """Return guesses of the tokens that follow some tokens of a sequence."""
         parent = fingerprints(request.tenant, token_ids)[-1]
@@ -65,8 +82,8 @@ class GuessingDrafter:
                 is_eos_allowed=request.sampling.ignore_eos
                 or num_sampled >= request.sampling.min_tokens,
             )
-            if self._rng.random() > self._right:
-                token_id = self._rng.randrange(VOCAB_SIZE)
+            if rng.random() > self._right:
+                token_id = rng.randrange(VOCAB_SIZE)
             drafts.append(token_id)
             parent = next_fingerprint(parent, token_id)
         return drafts

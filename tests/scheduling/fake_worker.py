@@ -351,22 +351,20 @@ class FakeWorker:
     def _resolved(self, plan: StepPlan) -> StepPlan:
         """Return an overlapped plan with the positions and drafts that are known at last."""
         parts = (plan.chunks, plan.starts, plan.swap_outs, plan.swap_ins, plan.copies, plan.saves)
-        assert not any((*parts, plan.late_copies, plan.disk_reads, plan.decodes.draft_ids))
+        assert not any((*parts, plan.late_copies, plan.disk_reads))
         rows = array("i", plan.decodes.rows)
         assert self._num_refused.keys() >= {*rows}, "a row was not decoded by the step before"
         positions = [
             position - self._num_refused[row]
             for row, position in zip(rows, array("i", plan.decodes.positions), strict=True)
         ]
-        draft_ids: list[int] = []
-        for one in joined(plan):
+        packed_ids = plan.decodes.draft_ids
+        for one in () if packed_ids else joined(plan):
             guesses = self._guesses[one.row]
             assert one.num_tokens <= len(guesses) + 1, "a draft was not guessed"
-            draft_ids += guesses[: one.num_tokens - 1]
+            packed_ids += pack_token_ids(guesses[: one.num_tokens - 1])
         decodes = msgspec.structs.replace(
-            plan.decodes,
-            positions=pack_token_ids(positions),
-            draft_ids=pack_token_ids(draft_ids),
+            plan.decodes, positions=pack_token_ids(positions), draft_ids=packed_ids
         )
         return msgspec.structs.replace(plan, decodes=decodes)
 
@@ -377,6 +375,7 @@ class FakeWorker:
             end = one.first_position + num_refused + one.num_tokens
             assert end * len(self._windows) <= len(row.block_ids) * self.block_size
             assert end < self._max_model_len
+            self._most_drafts = max(self._most_drafts, num_refused + one.num_tokens - 1)
 
     def _refused(self, sampled: list[SequencePlan], late_rows: set[int]) -> dict[int, int]:
         """Return the number of wrong drafts of each row that samples."""

@@ -60,12 +60,13 @@ class Harness:
         num_drafts: int = 0,
         right: float = 0.7,
         has_head: bool = False,
+        has_gaps: bool = False,
         speculator: Speculator | None = None,
     ) -> None:
         """Sequences have up to `num_drafts` drafts, each right with probability `right`.
 
-        A draft head of the worker guesses them if it `has_head`. They have the drafts of a
-        `speculator` if there is one.
+        A draft head of the worker guesses them if it `has_head`. If it `has_gaps`, some plans with
+        other drafts are overlapped, too. They have the drafts of a `speculator` if there is one.
         """
         self._right = right
         self.windows = windows
@@ -86,7 +87,7 @@ class Harness:
         elif num_drafts:
             config = SpeculationConfig(num_speculative_tokens=num_drafts)
             speculator = Speculator(config, GuessingDrafter(0, right=right))
-            speculator.times = FreeDrafts()
+            speculator.times = RandomTimes(num_drafts) if has_gaps else FreeDrafts()
         self.scheduler = Scheduler(
             config=self.config,
             kv=KvOptions(
@@ -493,7 +494,7 @@ class RandomMasks:
                 known_ids = [*asked.token_ids, *asked.draft_ids]
                 number = self._random.randint(0, asked.num_forced)
                 matcher.forced_ids = self._drafter.guesses(
-                    matcher.request, known_ids, number, index=0
+                    matcher.request, known_ids, number, index=0, rng=self._random
                 )
         # After a restart of the ranks, another plan may ask for fewer masks.
         return b"\xff" * (1 + min(matcher.num_drafts, num_drafts))

@@ -34,13 +34,14 @@ def make_harness(
     has_states: bool = False,
     has_drafts: bool = False,
     has_head: bool = False,
+    has_gaps: bool = False,
 ) -> Harness:
     block_size = rng.choice((1, 2, 4))
     num_blocks = rng.randint(16, 40) // block_size + 2
     drafting: dict[str, Any] = {}  # Any: options of any type
     if has_drafts or has_head:
         drafting = {"num_drafts": rng.randint(1, 9), "right": rng.choice((0.3, 0.8, 0.95, 1.0))}
-        drafting["has_head"] = has_head
+        drafting |= {"has_head": has_head, "has_gaps": has_gaps}
     if has_windows:
         return make_windowed(rng, block_size=block_size, **drafting)
     if has_states:
@@ -263,6 +264,7 @@ def live(
     has_states: bool = False,
     has_drafts: bool = False,
     has_head: bool = False,
+    has_gaps: bool = False,
     most_open: int = 7,
     **weights: float,
 ) -> Harness:
@@ -274,6 +276,7 @@ def live(
         has_states=has_states,
         has_drafts=has_drafts,
         has_head=has_head,
+        has_gaps=has_gaps,
     )
     for _ in range(NUM_ACTIONS):
         act(harness, rng, most_open=most_open, **weights)

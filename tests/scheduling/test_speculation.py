@@ -235,8 +235,12 @@ def test_drafts_are_bought_if_they_outweigh_the_gap_before_plans_that_wait() -> 
     assert num_bought(made, num_sequences=8, room=8) == [1] * 8
     note_steps(made, idle_s=0.001)
     assert num_bought(made, num_sequences=8, room=8) == []
-    # A plan that overlaps with the step before has no gap.
+    # A plan that overlaps with the step before has no gap, but other plans with drafts may have it.
     note_steps(made, idle_s=0.0, is_alone=False, is_overlapped=True)
+    assert num_bought(made, num_sequences=8, room=8) == []
+    made.has_head = True
+    note_steps(made, idle_s=0.0, is_alone=False, is_overlapped=True)
+    made.has_head = False
     assert num_bought(made, num_sequences=8, room=8) == [1] * 8
 
 

@@ -425,9 +425,9 @@ Chain.with_guesses: drafts are guesses behind another token
 - drafts.head_ids[: len(self.draft_ids)]
 + drafts.head_ids[-len(self.draft_ids) :]
 
-Planner.continue_plan: more drafts are planned than guessed
-- = last.plan.num_drafts,
-+ = last.plan.num_drafts + 1,
+Speculator.most_drafts: more drafts are planned than guessed
+- last.num_drafts
++ last.num_drafts + 1
 
 Planner.continue_plan: a token is planned behind the limit of the model
 - self._max_model_len - 2
@@ -446,7 +446,7 @@ Planner._may_continue: a sequence is continued that was not in the step before
 + True
 
 Planner._may_continue: masks are made before the drafts are known
-- and not sequence.may_be_masked(num_tokens=last.plan.num_drafts + 1)
+- and not sequence.may_be_masked(num_tokens=num_tokens)
 + 
 
 Planner._hold_slots: a block is released that a query behind a wrong draft sees

@@ -112,7 +112,7 @@ class _Run:
             speculator.times = RandomTimes(scenario.seed)
         elif speculator is not None:
             speculator.drafter = GuessingDrafter(scenario.seed, right=scenario.right)
-            speculator.times = FreeDrafts()
+            speculator.times = RandomTimes(scenario.seed) if scenario.has_gaps else FreeDrafts()
         self._client.attach_engine(self._controller)
         self._num_open = len(scenario.clients)
 

@@ -101,6 +101,8 @@ class Scenario:
     """The probability that a draft is right."""
     has_head: bool = False
     """Whether the ranks guess the drafts."""
+    has_gaps: bool = False
+    """Whether it may be worth it to verify drafts behind drafts that are not verified yet."""
 
 
 _WINDOWED = 3
@@ -123,6 +125,8 @@ def make_scenario(seed: int) -> Scenario:
         scenario = replace(
             scenario, num_drafts=draws.randint(1, 9), right=draws.choice((0.3, 0.8, 0.95, 1.0))
         )
+    if seed % _DRAFTED == 4:
+        scenario = replace(scenario, has_gaps=True)
     if seed % _DRAFTED == 2:
         # Steps overlap only while nothing waits.
         clients = scenario.clients[: draws.choice((1, 2, 3, 40))]
@@ -360,7 +364,7 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 
 
 _FREE = {"num_ranks", "channel_delay_s", "itl_target_ms", "windows", "state_blocks", "has_head"}
-_FREE |= {"num_drafts"}
+_FREE |= {"has_gaps", "num_drafts"}
 """Fields of a scenario that a simpler scenario need not have."""
 
 
