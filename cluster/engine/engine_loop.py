@@ -235,7 +235,8 @@ class EngineLoop:
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens
-                - scheduler.speculation.num_refused_tokens,
+                - scheduler.speculation.num_refused_tokens
+                - scheduler.speculation.num_dropped,
                 block_bytes=self._executor.cache_size.block_bytes,
                 num_groups=len(self._executor.cache_size.groups),
                 state_blocks=self._executor.cache_size.state_blocks,

@@ -148,7 +148,7 @@ class OutputReader:
                 if token_ids[num_accepted] < 0:
                     self._prefixes.forget_blocks(sequence)
                 if self._speculator is not None:
-                    self._speculator.num_draft_tokens += len(chain.draft_ids)
+                    self._speculator.num_dropped_drafts += len(chain.draft_ids)
                 continue
             sequence.refuse_drafts(len(chain.draft_ids) - num_accepted)
             if sequence.request_id in self._recovery.faulty_ids:

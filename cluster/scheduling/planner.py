@@ -199,9 +199,10 @@ class Planner:
         """
         budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=0)
         draft, speculator = budget.draft, self._speculator
-        draft.is_overlapped = True
         if speculator is None or not self._may_continue(speculator, last):
             return draft
+        # Behind single decodes, positions are known.
+        draft.is_overlapped = speculator.has_head or bool(last.chains)
         last_position, limits = self._max_model_len - 2, dict[Sequence, int]()
         for sequence in self._table.running:
             most = min(speculator.most_drafts(last.plan), last_position - sequence.num_computed)

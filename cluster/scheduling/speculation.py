@@ -422,6 +422,7 @@ class Speculator:
         self._most_paused = 0
         self.num_chains = 0
         self.num_draft_tokens = 0
+        self.num_dropped_drafts = 0
         self.num_accepted_at = [0] * self._num_drafts
 
     def open_sequence(self, sequence: Sequence) -> None:
@@ -674,13 +675,16 @@ class Speculator:
             self.times.note(num_rows, max(seconds - head_s, _LEAST_S))
 
     def note_chain(self, chain: Chain, num_accepted: int) -> None:
-        """Note how many drafts of a chain were right."""
-        drafts = chain.sequence.drafts
+        """Note how many drafts of a chain were right; its sequence has not ended."""
+        sequence, drafts = chain.sequence, chain.sequence.drafts
         assert drafts is not None
+        # An overlapped plan may have drafts behind the end.
+        number = min(len(chain.draft_ids), sequence.max_length - len(sequence.token_ids))
         self.num_chains += 1
-        self.num_draft_tokens += len(chain.draft_ids)
+        self.num_draft_tokens += number
+        self.num_dropped_drafts += len(chain.draft_ids) - number
         is_misplaced = chain.is_misplaced
-        for place in range(min(num_accepted + 1, len(chain.draft_ids))):
+        for place in range(min(num_accepted + 1, number)):
             is_right = place < num_accepted
             if not is_misplaced:
                 self.rates.note_draft(drafts, place, is_right=is_right, num_forced=chain.num_forced)
@@ -693,6 +697,7 @@ class Speculator:
             self.num_draft_tokens,
             tuple(self.num_accepted_at),
             0 if self._answers is None else self._answers.num_bytes,
+            self.num_dropped_drafts,
         )
 
     def _drafter_of(self, config: SpeculationConfig) -> Drafter:

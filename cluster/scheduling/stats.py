@@ -22,6 +22,8 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     """Drafts that were right, by their place among the drafts of a sequence."""
     answer_bytes: int = 0
     """Size of the past answers in which drafts are looked for, with their index."""
+    num_dropped: int = 0
+    """Drafts behind the ends of sequences, which no other field counts."""
 
     @property
     def num_accepted_tokens(self) -> int:

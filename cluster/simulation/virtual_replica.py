@@ -44,7 +44,9 @@ __all__ = [
 
 EOS = 2
 TOKEN = 7
-"""Every other token that sequences sample."""
+"""Every other token that sequences sample, but in replicas whose controller guesses tokens."""
+_NUM_TOKENS = 101
+"""Tokens that sequences sample in turn there, so that guesses at other positions are wrong."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -105,7 +107,8 @@ class VirtualDrafter:
         rng, guesses = self._guesses[sequence]
         first = len(sequence.token_ids)
         while len(guesses) < first + limit:
-            guesses.append(TOKEN if rng.random() < self._acceptance else TOKEN + 1)
+            is_wrong = rng.random() >= self._acceptance
+            guesses.append(TOKEN + 2 * (len(guesses) % _NUM_TOKENS) + is_wrong)
         return guesses[first : first + limit]
 
 
@@ -122,7 +125,6 @@ class VirtualHead:
         self._rng = random.Random(5)
         self._unread: set[int] = set()
         """Rows with tokens that it has not read."""
-
         self._guesses: dict[int, list[int]] = {}
         """Behind the last step, by row."""
         self._num_wrong: dict[int, int] = {}
@@ -204,6 +206,7 @@ class VirtualReplica:
         self._disk = disk if self.scheduler.has_disk else None
         self.block_size = kv.block_size
         self._cost = cost
+        self._num_tokens = _NUM_TOKENS if speculator is not None and head is None else 1
         # Without a head, there are no guesses, but positions may be too high.
         self._head = head or VirtualHead(acceptance=0.0) if speculator is not None else None
         self._copies = VirtualCopies(cost, num_blocks=kv.num_blocks)
@@ -343,7 +346,7 @@ class VirtualReplica:
             wrong = (self._head.num_wrong(one.row, plan) for one in sampled)
             ends = [end - number for end, number in zip(ends, wrong, strict=True)]
         return [
-            EOS if end + 1 == self._rows[one.row][1] else TOKEN
+            EOS if end + 1 == self._rows[one.row][1] else TOKEN + 2 * (end % self._num_tokens)
             for one, end in zip(sampled, ends, strict=True)
         ]
 

@@ -32,6 +32,7 @@ from tests.engine.speculation_rig import (
     suffixes,
     write_thinking_model,
 )
+from tests.scheduling.drafting import FreeDrafts
 from tests.slow_params import some_slow
 from tests.small_models.checkpoints import save_checkpoint, save_word_tokenizer
 from tests.small_models.family_cases import HYBRID_CASES
@@ -296,6 +297,29 @@ def test_completions_of_overlapped_steps_are_those_of_single_steps(dtype: str) -
     assert found == expected
     assert overlaps["plans"] > stats.num_steps / 4
     assert overlaps["drafts"] > 500
+
+
+class LongGaps(FreeDrafts):
+    """Plans that wait for tokens take half as long again."""
+
+    gap_s = 0.5
+
+
+@pytest.mark.parametrize("dtype", some_slow(["float32", "bfloat16"], slow=["float32"]))
+def test_completions_with_drafts_behind_drafts_are_those_of_single_steps(dtype: str) -> None:
+    with open_llm(speculates=False, dtype=dtype) as plain:
+        expected = answers(plain, UNMASKED, max_tokens=50)
+    known = sequences_of(expected)
+    for drafter in (OracleDrafter(known), OracleDrafter(known[::2]), ngrams()):
+        with (
+            open_llm(speculates=True, dtype=dtype) as llm,
+            counted_overlaps(llm) as overlaps,
+        ):
+            speculator = speculator_of(llm)
+            speculator.drafter, speculator.times = drafter, LongGaps()
+            assert answers(llm, UNMASKED, max_tokens=50) == expected
+        assert overlaps["drafts"] > 100
+        assert overlaps["plans"] > 5
 
 
 @pytest.mark.parametrize("engine", some_slow(["bfloat16", "swap"], slow=["swap"]))

@@ -205,7 +205,7 @@ class Invariants:
             rows = {*array("i", before.plan.decodes.rows)}
             assert rows >= {*array("i", plan.decodes.rows)}
         elif len(in_flight) > 1:
-            assert not any(one.chains for one in in_flight)
+            assert not in_flight[0].chains
         sizes = [sequence.num_tokens for sequence in plan.sequences]
         self._num_planned_tokens += sum(sizes)
         assert sum(sizes) <= self._max_num_batched_tokens

@@ -309,9 +309,10 @@ def test_a_sequence_that_ends_is_ignored_in_the_next_step(ends: str) -> None:
     kv, stats = harness.scheduler._kv, harness.scheduler.stats().speculation
     assert kv.pool.num_free == kv.pool.num_blocks
     assert not harness.scheduler.has_work
-    # The drafts of steps without effect are wasted, so they were not right.
-    assert stats.num_draft_tokens == 6
-    assert stats.num_accepted_tokens == (ends == "stop")
+    # The drafts of steps without effect are not counted as wrong.
+    is_read = ends == "stop"
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3 * is_read, is_read)
+    assert stats.num_dropped == 6 - 3 * is_read
 
 
 def test_bad_logits_behind_an_end_forget_the_blocks_of_the_sequence() -> None:
@@ -345,6 +346,62 @@ def test_blocks_are_released_behind_the_window_of_the_lowest_position() -> None:
     assert sequence.num_computed == 5 + 8
     assert sequence.blocks.num_dead == [5]
     harness.drain()
+
+
+class Predictor:
+    """Guesses that tokens are one more than the tokens before."""
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        last = sequence.token_ids[-1]
+        return [last + number for number in range(1, limit + 1)]
+
+
+class LongGaps(FreeDrafts):
+    """Plans that wait for tokens take half as long again."""
+
+    gap_s = 0.5
+
+
+def predicting(rate: float) -> tuple[Harness, int]:
+    """Return a harness with drafts of a predictor, and the last token of its sequence."""
+    speculator = Speculator(SpeculationConfig(num_speculative_tokens=3), Predictor())
+    speculator.times = LongGaps()
+    speculator.rates._rates = [rate]
+    harness = decoding(speculator=speculator)
+    return harness, harness.sequences[0].token_ids[-1]
+
+
+def test_drafts_follow_drafts_that_are_likely_right() -> None:
+    harness, last = predicting(0.99)
+    speculator = harness.scheduler._speculator
+    assert speculator is not None
+    plan = harness.plan()
+    assert array("i", plan.decodes.draft_ids).tolist() == [last + 1, last + 2, last + 3]
+    plan = harness.plan()
+    assert plan.is_overlapped
+    assert decodes(plan) == [(0, position) for position in (6, 7, 8, 9)]
+    # The token that is sampled behind the drafts in flight is the next of the prediction.
+    assert array("i", plan.decodes.draft_ids).tolist() == [last + 5, last + 6, last + 7]
+    receive(harness, [last + 1, last + 2, last + 3, last + 4], guesses=())
+    assert harness.plan().is_overlapped
+    receive(harness, [last + 5, last + 9, 0, 0], guesses=())
+    # Drafts behind a wrong draft say nothing about drafts, but may be right.
+    rates = [*speculator.rates._rates]
+    receive(harness, [last + 9, 0, 0, 0], guesses=())
+    assert speculator.rates._rates == rates
+    ids = harness.sequences[0].token_ids.tolist()
+    assert ids[-4:] == [last + 5, last + 9, last + 9, 0]
+    stats = speculator.stats()
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (9, 3 + 1 + 1)
+
+
+def test_drafts_wait_for_tokens_if_drafts_in_flight_are_often_wrong() -> None:
+    harness, last = predicting(0.6)
+    plan = harness.plan()
+    assert len(plan.decodes) == 4
+    assert harness.schedule() is None
+    receive(harness, [last + 1, last + 2, last + 3, last + 4], guesses=())
+    assert not harness.plan().is_overlapped
 
 
 def test_steps_overlap_in_virtual_time() -> None:

@@ -389,11 +389,13 @@ def test_drafts_change_no_token() -> None:
     assert sum(len(plan.chunks) > 0 for plan in plans) > 20
 
 
-def live_with_head(seed: int) -> Harness:
-    """Run a scheduler with a draft head and a few requests, and with all else that may happen."""
+def live_with_overlaps(seed: int, *, has_head: bool) -> Harness:
+    """Run a scheduler with a few requests and overlapped plans, and all else that may happen."""
     return live(
         seed,
-        has_head=True,
+        has_head=has_head,
+        has_drafts=not has_head,
+        has_gaps=True,
         most_open=1 + seed % 4,
         has_windows=seed % 4 == 3,
         has_states=seed % 11 == 5,
@@ -405,16 +407,20 @@ def live_with_head(seed: int) -> Harness:
 
 def test_overlapped_plans_change_no_token() -> None:
     """The worker checks it. The runs also cover every case."""
-    harnesses = [live_with_head(seed) for seed in range(3 * NUM_SEEDS)]
+    harnesses = [live_with_overlaps(seed, has_head=True) for seed in range(2 * NUM_SEEDS)]
+    others = [live_with_overlaps(seed, has_head=False) for seed in range(2 * NUM_SEEDS)]
     stats = [harness.scheduler.stats() for harness in harnesses]
     assert sum(one.num_swap_preemptions + one.num_recompute_preemptions for one in stats) > 20
-    assert sum(one.speculation.num_accepted_tokens for one in stats) > 200
-    assert sum(one.speculation.num_refused_tokens for one in stats) > 100
+    assert sum(one.speculation.num_accepted_tokens for one in stats) > 100
+    assert sum(one.speculation.num_refused_tokens for one in stats) > 40
     plans = [plan for harness in harnesses for plan in harness.plans if plan.is_overlapped]
-    assert sum(len(plan.decodes) > len({*array("i", plan.decodes.rows)}) for plan in plans) > 50
+    assert sum(len(plan.decodes) > len({*array("i", plan.decodes.rows)}) for plan in plans) > 20
     assert sum(plan.num_drafts == 0 for plan in plans) > 5
-    assert sum(len(plan.decodes.growing_rows) > 0 for plan in plans) > 50
-    assert sum(len(plan.evictions) > 0 for plan in plans) > 3
+    assert sum(len(plan.decodes.growing_rows) > 0 for plan in plans) > 20
+    assert sum(len(plan.evictions) > 0 for plan in plans) > 0
+    plans = [plan for harness in others for plan in harness.plans if plan.is_overlapped]
+    assert sum(bool(plan.decodes.draft_ids) for plan in plans) > 3
+    assert sum(not plan.decodes.draft_ids for plan in plans) > 3
 
 
 def live_with_chained_states(seed: int) -> Harness:
@@ -451,7 +457,8 @@ def test_every_sequence_ends_as_if_it_had_been_alone_in_many_runs(first_seed: in
         live_with_disk(seed)
         live_with_drafts(seed)
         live_with_chained_states(seed)
-        live_with_head(seed)
+        live_with_overlaps(seed, has_head=True)
+        live_with_overlaps(seed, has_head=False)
         live(seed, has_windows=True, structures=0.3 * (seed % 2), bad_values=0.1 * (seed % 3 == 0))
         live(seed, has_windows=True, restrictions=5.0)
         live(seed, has_states=True, structures=0.4, bad_values=0.1 * (seed % 3 == 0))

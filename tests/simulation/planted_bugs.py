@@ -438,7 +438,7 @@ Planner.continue_plan: a position that may be reached has no block
 + if True:
 
 Planner.continue_plan: an overlapped plan does not say that its positions are too high
-- draft.is_overlapped = True
+- draft.is_overlapped = speculator.has_head or bool(last.chains)
 + pass
 
 Planner._may_continue: a sequence is continued that was not in the step before
