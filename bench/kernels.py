@@ -23,13 +23,13 @@ import triton
 
 from attention.gpu.decode_schedule import DecodeDivision, DecodeMemory, DecodeScheduler
 from attention.gpu.shared_kernels import decode_division
-from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.tuning import (
     AttentionOptions,
     PagedAttentionTuning,
     default_decode_tuning,
 )
 from attention.params import AttentionParams
+from tests.attention.kernels.decode_launch import paged_decode
 
 LAUNCHES = 10
 REPLAYS = 15

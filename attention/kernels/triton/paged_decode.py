@@ -15,7 +15,7 @@ from attention.kernels.triton.tuning import (
     next_power_of_two,
 )
 
-__all__ = ["PagedDecode", "paged_decode"]
+__all__ = ["PagedDecode"]
 
 _FP8_REGISTERS = 168
 """Maximum registers per thread when keys are fp8, so that a multiprocessor runs three programs."""
@@ -107,35 +107,6 @@ class PagedDecode:
         self._attend.launch(
             query, keys, values, out, lse, self._slopes, sinks, *self._step, *new_tokens
         )
-
-
-def paged_decode(
-    query: torch.Tensor,
-    layer_cache: torch.Tensor,
-    *,
-    block_tables: torch.Tensor,
-    items: DecodeItems,
-    options: AttentionOptions,
-    tuning: PagedAttentionTuning,
-    out: torch.Tensor,
-    lse: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    new: NewTokens | None = None,
-) -> None:
-    """Attend as `PagedDecode` does, for one layer."""
-    decode = PagedDecode(
-        query,
-        layer_cache,
-        out,
-        block_tables=block_tables,
-        items=items,
-        options=options,
-        tuning=tuning,
-        lse=lse,
-        has_sinks=sinks is not None,
-        new=new,
-    )
-    decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out, sinks, new)
 
 
 def _attend_launch(

@@ -10,7 +10,6 @@ import torch
 
 from attention.kernels.arguments import NewTokens, Rotary
 from attention.kernels.triton.chunk_attention import paged_attention, ragged_attention
-from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.tuning import (
     AttentionOptions,
     PagedAttentionTuning,
@@ -19,6 +18,7 @@ from attention.kernels.triton.tuning import (
 from attention.kernels.triton.write_new_tokens import write_new_tokens
 from tests.attention.dense_reference import relative_error
 from tests.attention.kernels.decode_items import decode_items
+from tests.attention.kernels.decode_launch import paged_decode
 from tests.attention.kernels.features import Shape, options_of, sinks_for
 from tests.attention.kernels.kernel_device import DEVICE
 from tests.attention.kernels.two_sided_reference import two_sided_attention

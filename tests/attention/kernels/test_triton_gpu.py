@@ -8,9 +8,10 @@ import triton.language as tl
 from attention.kernels.arguments import DecodeItems
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.kernel_launcher import KernelLauncher, RepeatedLaunch
-from attention.kernels.triton.paged_decode import PagedDecode, paged_decode
+from attention.kernels.triton.paged_decode import PagedDecode
 from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 from tests.attention.kernels.decode_items import decode_items
+from tests.attention.kernels.decode_launch import paged_decode
 from tests.attention.kernels.features import FEATURES, HEADS, Shape
 from tests.attention.kernels.paged_case import PagedCase
 

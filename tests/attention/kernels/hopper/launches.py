@@ -62,7 +62,6 @@ from attention.kernels.triton.one_shot_all_reduce import (
     all_reduce_add_norm,
     all_reduce_rows,
 )
-from attention.kernels.triton.paged_decode import paged_decode
 from attention.kernels.triton.received_rows import (
     ReceivedRows,
     add_received,
@@ -71,6 +70,7 @@ from attention.kernels.triton.received_rows import (
 from attention.kernels.triton.selective_scan import selective_scan
 from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 from attention.kernels.triton.write_new_tokens import write_new_tokens
+from tests.attention.kernels.decode_launch import paged_decode
 
 BF16, FP8, INT = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 
