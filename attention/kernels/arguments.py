@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ __all__ = [
     "NewTokens",
     "QuantizedRows",
     "Rotary",
+    "RuleTokens",
     "ScanGates",
     "Segments",
     "SplitKPartials",
@@ -318,6 +319,24 @@ class Segments:
         """Return the segments of some of the tokens, without saves."""
         starts = self.query_starts.clamp(first, end) - first
         return replace(self, query_starts=starts, save_ends=None)
+
+
+class RuleTokens(NamedTuple):
+    """The inputs of a delta rule or of a selective scan, by token."""
+
+    query: torch.Tensor
+    """`[num_tokens, num_key_heads, key_size]`, and so is `key`; C and B of a scan."""
+    key: torch.Tensor
+    value: torch.Tensor
+    """`[num_tokens, num_heads, value_size]`; adjacent heads share a key head."""
+    log_decay: torch.Tensor
+    """`[num_tokens, num_heads]` float32, and so is `factor`."""
+    factor: torch.Tensor
+    """Betas of a delta rule, or step sizes of a scan."""
+
+    def part(self, tokens: slice) -> RuleTokens:
+        """Return the inputs of some tokens."""
+        return RuleTokens(*(one[tokens] for one in self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn import functional
 
-from attention.kernels.arguments import CHUNK_SIZE
+from attention.kernels.arguments import CHUNK_SIZE, RuleTokens
 from attention.kernels.cpu import recurrent_steps
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def gated_delta_rule(
         return triton_kernels.delta_rule(query, key, value, gates, norm, states, segments)
     log_decay = -gates.a_log.float().exp() * functional.softplus(gates.a.float() + gates.dt_bias)
     beta = gates.b.float().sigmoid()
-    return _delta_rule(query, key, value, log_decay, beta, norm, states, segments)
+    return _delta_rule(RuleTokens(query, key, value, log_decay, beta), norm, states, segments)
 
 
 def selective_scan(
@@ -118,7 +118,7 @@ def selective_scan(
         return triton_kernels.selective_scan(x, b, c, gates, states, segments)
     sizes = functional.softplus(gates.dt.float() + gates.dt_bias)
     log_decay = -gates.a_log.exp() * sizes
-    return _selective_scan(c, b, x, log_decay, sizes, gates.d, states, segments)
+    return _selective_scan(RuleTokens(c, b, x, log_decay, sizes), gates.d, states, segments)
 
 
 def gated_norm(x: torch.Tensor, norm: GatedNorm, *, gates_first: bool) -> torch.Tensor:
@@ -139,77 +139,48 @@ def gated_norm(x: torch.Tensor, norm: GatedNorm, *, gates_first: bool) -> torch.
 
 
 def _delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    norm: GatedNorm | None,
-    states: torch.Tensor,
-    segments: Segments,
+    tokens: RuleTokens, norm: GatedNorm | None, states: torch.Tensor, segments: Segments
 ) -> torch.Tensor:
-    """Return the results on a CPU, by a kernel or else by torch; None is no norm.
-
-    `log_decay` and `beta` are `[num_tokens, num_value_heads]` float32.
-    """
-    parts = query, key, value, log_decay, beta
+    """Return the results on a CPU, by a kernel or else by torch; None is no norm."""
     if segments.save_ends is not None:
         saving = [
-            _delta_rule(
-                query[tokens],
-                key[tokens],
-                value[tokens],
-                log_decay[tokens],
-                beta[tokens],
-                None if norm is None else replace(norm, z=norm.z[tokens]),
-                states,
-                own,
-            )
-            for tokens, own in _parts(states, segments)
+            _delta_rule(tokens.part(part), norm and replace(norm, z=norm.z[part]), states, own)
+            for part, own in _parts(states, segments)
         ]
         return torch.cat(saving)
-    out = value.new_zeros(value.shape)
-    if recurrent_steps.delta_rule(*parts, norm, states, segments, out):
+    out = tokens.value.new_zeros(tokens.value.shape)
+    if recurrent_steps.rule(tokens, None, norm, states, segments, out):
         return out
     for state, chunks, last in _cut(states, segments):
         if chunks is not None:
-            results = _delta_chunks(*_prepared(*(part[chunks] for part in parts)), state=state)
+            results = _delta_chunks(_prepared(tokens.part(chunks)), state)
             out[chunks] = _normed(results, norm, chunks)
         if last is not None:
-            results = _delta_step(*_prepared(*(part[last] for part in parts)), state=state)
+            results = _delta_step(_prepared(tokens.part(last)), state)
             out[last] = _normed(results, norm, last)
     return out
 
 
 def _selective_scan(
-    c: torch.Tensor,
-    b: torch.Tensor,
-    x: torch.Tensor,
-    log_decay: torch.Tensor,
-    sizes: torch.Tensor,
-    d: torch.Tensor,
-    states: torch.Tensor,
-    segments: Segments,
+    tokens: RuleTokens, d: torch.Tensor, states: torch.Tensor, segments: Segments
 ) -> torch.Tensor:
     """Return the results on a CPU, by a kernel or else by torch."""
-    parts = c, b, x, log_decay, sizes
     if segments.save_ends is not None:
         saving = [
-            _selective_scan(
-                c[tokens], b[tokens], x[tokens], log_decay[tokens], sizes[tokens], d, states, own
-            )
-            for tokens, own in _parts(states, segments)
+            _selective_scan(tokens.part(part), d, states, own)
+            for part, own in _parts(states, segments)
         ]
         return torch.cat(saving)
+    x = tokens.value
     out = x.new_zeros(x.shape)
-    if recurrent_steps.selective_scan(*parts, d, states, segments, out):
+    if recurrent_steps.rule(tokens, d, None, states, segments, out):
         return out
     for state, chunks, last in _cut(states, segments):
         if chunks is not None:
-            results = _scan_chunks(*_spread(*(part[chunks] for part in parts)), state=state)
+            results = _scan_chunks(_spread(tokens.part(chunks)), state)
             out[chunks] = results.add_(x[chunks] * d[:, None])
         if last is not None:
-            results = _scan_step(*_spread(*(part[last] for part in parts)), state=state)
+            results = _scan_step(_spread(tokens.part(last)), state)
             out[last] = results.add_(x[last] * d[:, None])
     return out
 
@@ -242,29 +213,18 @@ def _cut(
         yield state, chunks, slice(middle, end) if is_alone else None
 
 
-def _prepared(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _prepared(tokens: RuleTokens) -> RuleTokens:
     """Return the inputs of a delta rule in float32, with queries and keys as unit vectors."""
-    query = _unit(query).mul_(key.shape[2] ** -0.5)
-    return _spread(query, _unit(key), value, log_decay, beta)
+    query = _unit(tokens.query).mul_(tokens.key.shape[2] ** -0.5)
+    return _spread(tokens._replace(query=query, key=_unit(tokens.key)))
 
 
-def _spread(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    factor: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _spread(tokens: RuleTokens) -> RuleTokens:
     """Return inputs in float32, `[num_tokens, num_heads, size]`, with a key for each head."""
+    query, key, value, log_decay, factor = tokens
     num_shared = value.shape[1] // key.shape[1]
     query, key = (part.float().repeat_interleave(num_shared, dim=1) for part in (query, key))
-    return query, key, value.float(), log_decay.unsqueeze(2), factor.unsqueeze(2)
+    return RuleTokens(query, key, value.float(), log_decay.unsqueeze(2), factor.unsqueeze(2))
 
 
 def _normed(x: torch.Tensor, norm: GatedNorm | None, tokens: slice) -> torch.Tensor:
@@ -281,38 +241,22 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
 
 
-def _delta_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    state: torch.Tensor,
-) -> torch.Tensor:
+def _delta_step(tokens: RuleTokens, state: torch.Tensor) -> torch.Tensor:
     """Return the results of one token, `[1, num_heads, value_size]`, and update the state."""
+    query, key, value, log_decay, beta = tokens
     current = state.float() * log_decay[0].exp().unsqueeze(2)
     change = beta[0] * (value[0] - (current @ key[0].unsqueeze(2)).squeeze(2))
     return _add_change(query, key, change, current, state)
 
 
-def _delta_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    state: torch.Tensor,
-) -> torch.Tensor:
+def _delta_chunks(tokens: RuleTokens, state: torch.Tensor) -> torch.Tensor:
     """Return the results of a segment, `[num_tokens, num_heads, value_size]`, by chunks.
 
     Within a chunk, the changes of all tokens are the solution of a triangular system, "Gated Delta
     Networks" (Yang et al. 2024). Tokens of zeros fill the last chunk: they change nothing.
     """
-    num_tokens = len(value)
-    parts = (query, key, value, log_decay, beta)
-    query, key, value, log_decay, beta = (_chunks(part) for part in parts)
+    num_tokens = len(tokens.value)
+    query, key, value, log_decay, beta = map(_chunks, tokens)
     decay = log_decay.double().cumsum(2)  # [num_heads, num_chunks, CHUNK_SIZE, 1]
     pairs = _pair_decays(decay)
     weighted = key * beta
@@ -324,16 +268,9 @@ def _delta_chunks(
     return out.narrow(0, 0, num_tokens)
 
 
-def _scan_step(
-    c: torch.Tensor,
-    b: torch.Tensor,
-    x: torch.Tensor,
-    log_decay: torch.Tensor,
-    sizes: torch.Tensor,
-    *,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    """Return the results of one token, as `_delta_step` does."""
+def _scan_step(tokens: RuleTokens, state: torch.Tensor) -> torch.Tensor:
+    """Return the results of one token, `[1, num_heads, value_size]`, and update the state."""
+    c, b, x, log_decay, sizes = tokens
     current = state.float() * log_decay[0].exp().unsqueeze(2)
     return _add_change(c, b, x[0] * sizes[0], current, state)
 
@@ -351,16 +288,9 @@ def _add_change(
     return (current @ query[0].unsqueeze(2)).squeeze(2).unsqueeze(0)
 
 
-def _scan_chunks(
-    c: torch.Tensor,
-    b: torch.Tensor,
-    x: torch.Tensor,
-    log_decay: torch.Tensor,
-    sizes: torch.Tensor,
-    *,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    """Return the results of a segment by chunks, as `_delta_chunks` does."""
+def _scan_chunks(tokens: RuleTokens, state: torch.Tensor) -> torch.Tensor:
+    """Return the results of a segment, `[num_tokens, num_heads, value_size]`, by chunks."""
+    c, b, x, log_decay, sizes = tokens
     num_tokens = len(x)
     c, b, x, log_decay = (_chunks(part) for part in (c, b, x * sizes, log_decay))
     decay = log_decay.double().cumsum(2)

@@ -12,9 +12,9 @@ import torch
 from attention.kernels.cpu.native import load_kernels
 
 if TYPE_CHECKING:
-    from attention.kernels.arguments import GatedNorm, Segments
+    from attention.kernels.arguments import GatedNorm, RuleTokens, Segments
 
-__all__ = ["causal_conv", "delta_rule", "selective_scan"]
+__all__ = ["causal_conv", "rule"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 _MAX_WIDTH, _MAX_KEY_SIZE = 4, 512
@@ -75,57 +75,21 @@ def causal_conv(
     return out
 
 
-def delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    norm: GatedNorm | None,
-    states: torch.Tensor,
-    segments: Segments,
-    out: torch.Tensor,
-) -> bool:
-    """Write the results of all segments; return whether the kernel supports it.
-
-    `log_decay` and `beta` are `[num_tokens, num_value_heads]` float32, and the other inputs are
-    those of `recurrent.gated_delta_rule`; `out` is `[num_tokens, num_heads, value_size]`, of the
-    dtype of the values, and becomes the gated norm if there is a norm.
-    """
-    return _rule(query, key, value, log_decay, beta, None, norm, states, segments, out)
-
-
-def selective_scan(
-    c: torch.Tensor,
-    b: torch.Tensor,
-    x: torch.Tensor,
-    log_decay: torch.Tensor,
-    sizes: torch.Tensor,
-    d: torch.Tensor,
-    states: torch.Tensor,
-    segments: Segments,
-    out: torch.Tensor,
-) -> bool:
-    """Write the results of a selective scan; return whether the kernel supports it.
-
-    `log_decay` and `sizes` are `[num_tokens, num_heads]` float32; others as in
-    `recurrent.selective_scan`.
-    """
-    return _rule(c, b, x, log_decay, sizes, d, None, states, segments, out)
-
-
-def _rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
+def rule(
+    tokens: RuleTokens,
     skip: torch.Tensor | None,
     norm: GatedNorm | None,
     states: torch.Tensor,
     segments: Segments,
     out: torch.Tensor,
 ) -> bool:
+    """Write the results of all segments; return whether the kernel supports the rule.
+
+    With `skip`, the factors `[num_heads]` float32 of inputs that are added to the results, it is a
+    selective scan, otherwise a delta rule. `out` is `[num_tokens, num_heads, value_size]`, of the
+    dtype of the values, and becomes the gated norm if there is a norm.
+    """
+    query, key, value, log_decay, beta = tokens
     num_heads, value_size, key_size = states.shape[1:]
     suffix = _SUFFIXES.get(states.dtype)
     kernel = _kernel(f"rule_{suffix}_states", value.dtype)
@@ -140,7 +104,7 @@ def _rule(
     weight = None if norm is None else norm.weight.float()
     z = None if norm is None else norm.z
     assert z is None or z.stride()[1:] == (value_size, 1)
-    rule = _Rule(
+    arguments = _Rule(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
@@ -168,7 +132,7 @@ def _rule(
         scale=key_size**-0.5,
         eps=0.0 if norm is None else norm.eps,
     )
-    kernel(ctypes.byref(rule))
+    kernel(ctypes.byref(arguments))
     return True
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels import recurrent
-from attention.kernels.arguments import GatedNorm, ScanGates, Segments
+from attention.kernels.arguments import GatedNorm, RuleTokens, ScanGates, Segments
 from tests.attention.kernels.kernel_device import DEVICE
 
 NUM_ROWS = 9
@@ -37,7 +37,8 @@ def delta_rule(
 
         gates = log_decay, beta
         return triton_kernels.delta_rule(query, key, value, gates, None, states, segments)
-    return recurrent._delta_rule(query, key, value, log_decay, beta, None, states, segments)
+    tokens = RuleTokens(query, key, value, log_decay, beta)
+    return recurrent._delta_rule(tokens, None, states, segments)
 
 
 def segments_of(query_lens: list[int], rows: list[int]) -> Segments:
