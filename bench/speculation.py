@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from workers.models.self_attention import StepAttention
 
 _NUM_PROMPT_TOKENS = 64
-_NUM_NEW_TOKENS = 192
+_NUM_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
