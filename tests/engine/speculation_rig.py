@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.engine.engine_loop import MaskPatience
 from cluster.scheduling.drafters import Drafter, NgramDrafter
-from cluster.scheduling.speculation import Speculator
+from cluster.scheduling.speculation import Chain, Speculator
 from cluster.scheduling.suffix_decoding import SuffixDrafter
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
@@ -273,6 +273,19 @@ def counted_overlaps(llm: LLM) -> Iterator[Counter[str]]:
     executor.submit_plan = counting  # type: ignore[method-assign]  # counts what it passes on
     yield counts
     executor.submit_plan = submit  # type: ignore[method-assign]  # as before
+
+
+def noted_chains(llm: LLM) -> list[tuple[Chain, int]]:
+    """Return a list of the chains of later steps, with the numbers of their right drafts."""
+    speculator, noted = speculator_of(llm), list[tuple[Chain, int]]()
+    note_chain = speculator.note_chain
+
+    def note(chain: Chain, num_accepted: int) -> None:
+        noted.append((chain, num_accepted))
+        note_chain(chain, num_accepted)
+
+    speculator.note_chain = note  # type: ignore[method-assign]  # notes chains
+    return noted
 
 
 def answers(llm: LLM, names: Sequence[str], *, max_tokens: int = 24) -> list[list[Any]]:

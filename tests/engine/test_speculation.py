@@ -26,6 +26,7 @@ from tests.engine.speculation_rig import (
     answers,
     counted_overlaps,
     ngrams,
+    noted_chains,
     open_llm,
     sequences_of,
     speculator_of,
@@ -172,12 +173,16 @@ def test_all_drafts_of_the_model_itself_are_right(kind: str) -> None:
     with open_llm(speculates=False, dtype="float32", block_size=4) as plain:
         expected = answers(plain, [kind], max_tokens=30)
     with open_llm(speculates=True, head=TINY_LLAMA, dtype="float32", block_size=4) as llm:
+        chains = noted_chains(llm)
         # The second time, prompts are cached.
         for _ in range(2):
             assert answers(llm, [kind], max_tokens=30) == expected
-        stats = llm._engine.stats().scheduler
-    assert stats.speculation.num_accepted_tokens == stats.speculation.num_draft_tokens > 100
-    assert stats.num_hit_tokens > 0
+        assert llm._engine.stats().scheduler.num_hit_tokens > 0
+    assert sum(num_accepted for _, num_accepted in chains) > 100
+    for chain, num_accepted in chains:
+        # Overlapped plans may have drafts behind the end of a sequence.
+        is_end = chain.position + num_accepted + 2 >= len(chain.sequence.token_ids)
+        assert num_accepted == len(chain.draft_ids) or is_end
 
 
 def test_trained_head_drafts_better_than_a_random_head(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.engine.speculation_rig import (
     TINY_LLAMA,
     OracleDrafter,
     answers,
+    noted_chains,
     open_llm,
     sequences_of,
     speculator_of,
@@ -24,8 +25,6 @@ from tests.workers.draft_reference import noisy_copy, random_eagle3_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from cluster.scheduling.speculation import Chain
 
 NAMES = list(PARAMETERS)
 TWO_RANKS: dict[str, Any] = {"executor": "ray", "tensor_parallel_size": 2}
@@ -88,15 +87,10 @@ def test_drafter_on_two_ranks_drafts_as_on_one(
 
 def noted_drafts(llm: LLM, names: list[str]) -> dict[tuple[int, ...], list[int]]:
     """Return the drafts that follow each sequence of tokens, of the completions once more."""
-    speculator, noted = speculator_of(llm), dict[tuple[int, ...], list[int]]()
-    note_chain = speculator.note_chain
-
-    def note(chain: Chain, num_accepted: int) -> None:
-        known = tuple(chain.sequence.token_ids[: chain.position + 1])
-        noted[known] = list(chain.draft_ids)
-        note_chain(chain, num_accepted)
-
-    speculator.note_chain = note  # type: ignore[method-assign]  # notes drafts
+    chains = noted_chains(llm)
     answers(llm, names)
-    assert len(noted) > 30
-    return noted
+    assert len(chains) > 30
+    return {
+        tuple(chain.sequence.token_ids[: chain.position + 1]): list(chain.draft_ids)
+        for chain, _ in chains
+    }
