@@ -10,7 +10,8 @@ engine buys. The milliseconds are those of a token of each request, the best of 
 With `--head`, a draft head of EAGLE-3 guesses in each step. It computes with random weights, but
 its logits count on from the token that it reads, with errors behind random tokens. For 3.0 tokens
 of a chain of 4 drafts, `--acceptance` is 0.741. `fed` has no drafts, but the head reads all tokens;
-compare with `plain` of a run without `--head`.
+compare with `plain` of a run without `--head`. With `--draft-model`, a model of the size of
+Qwen3-0.6B does the same.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pagedray import LLM, SamplingParams
 from pagedray.config import SpeculationConfig
 from workers.layers.linear_choice import linear_kernel_class
 from workers.models.draft_head import DraftOutputs, Eagle3Head
+from workers.models.draft_model import DraftModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     from pagedray.config import SpeculationMethod
     from workers.models.self_attention import StepAttention
 
+_DRAFT_MODEL = {
+    **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "num_attention_heads": 16,
+}
+"""The sizes in which a draft model differs from its target."""
 _NUM_PROMPT_TOKENS = 64
 _NUM_NEW_TOKENS = 512
 
@@ -96,6 +103,7 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[1.0, 0.8])
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--head", action="store_true")
+    parser.add_argument("--draft-model", action="store_true")
     parser.add_argument("--draft-vocab-size", type=int, default=32_000)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
@@ -107,6 +115,11 @@ def main() -> None:
         if options.head:
             source = {"model": _save_head(Path(folder) / "head", options)}
             _pass_tokens_on()
+        elif options.draft_model:
+            draft_model = Path(folder) / "draft"
+            draft_model.mkdir()
+            save_model(draft_model, SHAPES[options.shape] | _DRAFT_MODEL)
+            source = {"method": "draft_model", "model": str(draft_model)}
         with LLM(
             folder,
             executor="local",
@@ -147,6 +160,8 @@ def _let_count(llm: LLM) -> None:
     model = executor._decoder._model
     assert model is not None
     assert model._head is not None
+    if isinstance(executor._decoder._drafter, DraftModel):
+        executor._decoder._drafter._decoder._embedding.weight.mul_(1000.0)
     # Layers add little to a large embedding.
     weight = model._embedding.weight.mul_(1000.0)
     kernel = linear_kernel_class(weight.dtype, weight.device)(weight.roll(1, 0), None)
@@ -172,38 +187,43 @@ def _pass_tokens_on() -> None:
 
 
 def _let_head_count(llm: LLM, acceptance: float) -> None:
-    """Give a draft head logits that count on, and are wrong behind random tokens."""
+    """Give a drafter logits that count on, and are wrong behind random tokens."""
     executor = llm._engine._executor
     assert isinstance(executor, LocalExecutor)
     assert executor._decoder is not None
-    head = executor._decoder._drafter
-    assert isinstance(head, Eagle3Head)
-    kernel = head._logits._kernel
-    size = head.config.draft_vocab_size
+    drafter = executor._decoder._drafter
+    assert isinstance(drafter, DraftModel | Eagle3Head)
+    if isinstance(drafter, DraftModel):
+        logits, embedding = drafter._decoder._head, drafter._decoder._embedding
+    else:
+        logits, embedding = drafter._logits, drafter._embedding
+    assert logits is not None
+    kernel, size = logits._kernel, len(drafter.token_ids)
     sources = np.roll(np.arange(size), 1)
     is_wrong = np.random.default_rng(7).random(size) > acceptance
     sources[is_wrong] = np.roll(sources[is_wrong], 1)
-    weight = head._embedding.weight[torch.from_numpy(sources)]
+    weight = embedding.weight[torch.from_numpy(sources)]
     if weight.is_cuda:
         # Graphs read it.
         kernel.weight.copy_(weight)
     else:
-        head._logits._kernel = linear_kernel_class(weight.dtype, weight.device)(weight, None)
-        head._logits._kernel.finalize()
+        logits._kernel = linear_kernel_class(weight.dtype, weight.device)(weight, None)
+        logits._kernel.finalize()
 
 
 def _rows(llm: LLM, num_requests: int, options: argparse.Namespace) -> Iterator[Row]:
+    has_drafter = options.head or options.draft_model
     for acceptance in options.acceptance:
         modes = [("fixed", number) for number in options.num_drafts]
         modes.append(("adaptive", max(options.num_drafts)))
-        if options.head:
+        if has_drafter:
             _let_head_count(llm, acceptance)
         if acceptance == options.acceptance[0]:
-            modes.insert(0, ("fed" if options.head else "plain", 0))
+            modes.insert(0, ("fed" if has_drafter else "plain", 0))
         for mode, num_drafts in modes:
             speculator = None
             if num_drafts:
-                speculator = _speculator(acceptance, num_drafts, mode, has_head=options.head)
+                speculator = _speculator(acceptance, num_drafts, mode, has_head=has_drafter)
             scheduler = llm._engine._scheduler
             scheduler._speculator = scheduler._planner._speculator = speculator
             scheduler._outputs._speculator = speculator
