@@ -8,6 +8,7 @@ from cluster.scheduling.kv_manager import KvOptions
 from cluster.scheduling.speculation import Speculator
 from cluster.simulation.virtual_replica import VirtualHead, VirtualReplica
 from pagedray.config import SchedulerConfig, SpeculationConfig
+from tests.slow_params import some_slow
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,9 @@ def test_drafts_give_nearly_the_rate_of_the_best_number(
     assert found.adaptive / found.fixed[0] > least_gain
 
 
-@pytest.mark.parametrize(("num_requests", "least_ratio"), [(8, 0.95), (128, 0.95)])
+@pytest.mark.parametrize(
+    ("num_requests", "least_ratio"), some_slow([(8, 0.95), (128, 0.95)], slow=[(128, 0.95)])
+)
 def test_guesses_of_a_head_give_nearly_the_rate_of_the_best_number(
     num_requests: int, least_ratio: float
 ) -> None:
