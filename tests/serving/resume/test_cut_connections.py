@@ -212,11 +212,11 @@ async def cut_everywhere(
             while is_cut:
                 num_bytes = next(numbers)
                 proxy.cut_next(num_bytes)
-                assert await run(proxy, f"cut-{num_bytes}") == wanted
+                assert await run(proxy, f"cut-{num_bytes}-{step}") == wanted
                 is_cut &= proxy.has_cut
 
     async with cutting_proxy(port) as proxy:
-        wanted = await run(proxy, "whole")
+        wanted = await run(proxy, f"whole-{step}")
     await asyncio.gather(*(work(wanted) for _ in range(_WORKERS)))
     return next(numbers) - _WORKERS * step
 
