@@ -65,7 +65,14 @@ if TYPE_CHECKING:
     from workers.runner.host_pool import HostPool
     from workers.runner.pending_tokens import PendingTokens
 
-__all__ = ["CompileMarker", "DecoderWorker", "attention_work", "measure_roofline", "product_speed"]
+__all__ = [
+    "CompileMarker",
+    "DecoderWorker",
+    "attention_work",
+    "check_groups",
+    "measure_roofline",
+    "product_speed",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +110,7 @@ class DecoderWorker(Worker):
         )
         self._spec = spec.grouped()
         if isinstance(drafter, ModelConfig) and self._device.type == "cuda":
-            _check_groups(drafter, self._spec)
+            check_groups(drafter, self._spec)
         self._backend = self._select_backend(self._spec)
         self._model: Decoder | None = Decoder(
             config.model, group, backend=self._backend, device=self._device
@@ -536,7 +543,7 @@ def _stored_drafter(config: EngineConfig) -> DraftHeadConfig | ModelConfig | Non
     return replace(head, layer=with_stored_experts(replace(config, model=layer)).model)
 
 
-def _check_groups(draft_model: ModelConfig, spec: AttentionSpec) -> None:
+def check_groups(draft_model: ModelConfig, spec: AttentionSpec) -> None:
     """Raise StartupError unless the layers of a draft model have one table of blocks."""
     num_groups = len(set(spec.cache_groups[draft_model.cache_offset :]))
     if num_groups > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ from tests.workers.draft_reference import (
     speculators_folder,
     states_and_logits,
 )
-from workers.decoder_worker import DecoderWorker
+from workers.decoder_worker import DecoderWorker, check_groups
 from workers.models.draft_head import DraftHead
 from workers.models.families.drafters import read_draft_head, read_draft_model
 from workers.models.families.registry import read_model_config
+from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
 from workers.runner.device_drafting import DeviceDrafting
 from workers.runner.overlapped_plans import completed_plan
@@ -295,7 +297,7 @@ def qwen3_of_other_layers(folder: Path) -> Path:
 
 def gemma_of_fewer_tokens(folder: Path) -> Path:
     """Write a draft model with one KV head, and a smaller vocabulary than the target."""
-    config = GemmaConfig(**_DRAFT_MODEL | {"vocab_size": 3060}, num_key_value_heads=1, head_dim=32)
+    config = GemmaConfig(**_DRAFT_MODEL | {"vocab_size": 2500}, num_key_value_heads=1, head_dim=32)
     return random_draft_model(folder, config, TARGET)
 
 
@@ -705,6 +707,21 @@ def test_cache_has_room_for_the_layers_of_a_draft_model(tmp_path: Path) -> None:
     # Keys and values of float32, of 4 + 2 layers alike, or of a layer at a time.
     layer_bytes = 2 * BLOCK_SIZE * 4 * 64 * 4
     assert sizes == [(6 * layer_bytes, 1), (layer_bytes, 5)]
+
+
+def test_gpus_reject_draft_models_of_several_groups(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        **_DRAFT_MODEL | {"num_hidden_layers": 44}, num_key_value_heads=2, head_dim=16
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    target = read_model_config(TARGET)
+    draft_model = replace(read_draft_model(tmp_path, target), cache_offset=4)
+    spec = attention_spec(
+        target, SoloGroup(), block_size=4, device=torch.device("cpu"), drafter=draft_model
+    )
+    with pytest.raises(StartupError, match=r"44 layers of the draft model .* need 3 groups"):
+        check_groups(draft_model, spec.grouped())
 
 
 def test_model_without_an_mtp_layer_is_rejected() -> None:
