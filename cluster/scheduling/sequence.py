@@ -237,7 +237,8 @@ class Sequence:
             self.own_tokens()
             self.token_ids.extend(generated)
         self.num_computed = 0
-        """Tokens that are in the cache once the plans in flight are done."""
+        """Tokens that are in the cache once the plans in flight are done, if all of their drafts
+        are right; only overlapped plans are made before that is known."""
         self.is_prefill = True
         """Whether known tokens remain to be computed before the next sample."""
         self.prefill_end = len(self.token_ids)
