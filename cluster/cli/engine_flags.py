@@ -325,7 +325,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
 
 def _override_of(name: str, kind: Callable[[str], object]) -> Callable[[str], Mapping[str, object]]:
     """Return a converter of the values of a flag for one field of an object."""
-    return lambda text: {name: kind(text)}
+
+    def convert(text: str) -> dict[str, object]:
+        return {name: kind(text)}
+
+    # Errors of argparse name the type.
+    convert.__name__ = kind.__name__
+    return convert
 
 
 def engine_options(parsed: argparse.Namespace) -> EngineOptions:

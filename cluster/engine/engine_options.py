@@ -203,7 +203,7 @@ def read_drafter(
     if given is not None and given.get("method") == "mtp":
         return mtp_head(target)
     model = (given or {}).get("model")
-    if given is None or model is None or model in _NGRAM_MODELS:
+    if given is None or not model or model in _NGRAM_MODELS:
         return None
     folder = Path(str(model))
     method = given.get("method") or draft_head_method(folder) or "draft_model"
@@ -242,6 +242,10 @@ def speculation_config(
     if method == "suffix":
         depth = "suffix_decoding_max_tree_depth"
         chosen.setdefault("num_speculative_tokens", chosen.get(depth, _DEFAULTS[depth]))
+    if method in ("ngram", "suffix") and not is_ngram:
+        raise StartupError(
+            f"speculative_config.model has no effect with method {method}; remove one of them."
+        )
     if method in ("eagle3", "draft_model") and drafter is None:
         kind = "draft head" if method == "eagle3" else "draft model"
         raise StartupError(f"speculative_config.model must be the {kind} for method {method}.")

@@ -440,6 +440,10 @@ def test_speculation_under_other_names() -> None:
             {"method": "draft_model", "num_speculative_tokens": 3},
             "model must be the draft model for method draft_model",
         ),
+        (
+            {"method": "suffix", "model": "head", "num_speculative_tokens": 3},
+            "model has no effect with method suffix; remove one of them",
+        ),
         ({"method": "dflash"}, "method dflash is not supported; use ngram, suffix, "),
         (
             {"num_speculative_tokens": 3, "quantization": "fp8"},
@@ -459,3 +463,9 @@ def test_speculation_that_is_not_supported(
 ) -> None:
     with pytest.raises(StartupError, match=rf"^speculative_config[. ]{text}"):
         speculation_config(given)
+
+
+def test_model_without_a_name_is_no_draft_model() -> None:
+    options = EngineOptions(speculative_config={"model": "", "num_speculative_tokens": 3})
+    with pytest.raises(StartupError, match="model must be the draft model for method draft_model"):
+        engine_config(TINY_LLAMA, options)

@@ -291,7 +291,7 @@ def test_flags_may_have_underscores() -> None:
         ),
         ("--speculative-model org/name", "use --speculative-config with method and num_spec"),
         ("--num-speculative-tokens 5", "use --speculative-config with method and num_spec"),
-        ("--spec-tokens many", "invalid"),
+        ("--spec-tokens many", "--spec-tokens: invalid int value: 'many'"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
         (
             "--max-num 3",
