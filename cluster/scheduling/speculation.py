@@ -72,6 +72,9 @@ _IDLE_WEIGHT = 0.2
 """Weight of a step in the time that ranks wait for plans that are made ahead."""
 _GAP_DECAY = 0.0005
 """Part of the gap that is dropped in each step without it, so that it is measured again."""
+_LEAST_GAIN = 1.02
+"""Tokens per second with drafts over tokens per second without drafts, from which drafts are bought.
+Of estimates that differ by less, the largest is often an error."""
 _MOST_PAUSED = 8
 """Tokens of a sequence without guesses after several misses, if many sequences are running."""
 _MOST_WAITING = 256
@@ -773,7 +776,9 @@ class Speculator:
         without a gap.
         """
         likeliest = _likeliest(offers, room)
-        least_rate = least_rate or num_rows / self.times.time_of(num_rows)
+        if least_rate is None:
+            least_gain = 1.0 if self.has_head else _LEAST_GAIN
+            least_rate = least_gain * num_rows / self.times.time_of(num_rows)
         number, rate = self._best_total(likeliest, num_rows, gap_s=gap_s, least_rate=least_rate)
         if not number:
             return [0] * len(offers), rate
