@@ -73,8 +73,8 @@ _IDLE_WEIGHT = 0.2
 _GAP_DECAY = 0.0005
 """Part of the gap that is dropped in each step without it, so that it is measured again."""
 _LEAST_GAIN = 1.02
-"""Tokens per second with drafts over tokens per second without drafts, from which drafts are bought.
-Of estimates that differ by less, the largest is often an error."""
+"""Tokens per second with drafts over tokens per second without, from which drafts are bought. Of
+estimates that differ by less, the largest is often an error."""
 _MOST_PAUSED = 8
 """Tokens of a sequence without guesses after several misses, if many sequences are running."""
 _MOST_WAITING = 256
