@@ -5,8 +5,8 @@
 Requests run together on a model with the costs of Llama-8B on an H200, where steps of one row and
 of 8, 16 and 64 rows were measured (bench/results/account_few_rows.json). Each draft is right with
 the same probability. A fixed number of drafts is that of every sequence in every step. Before a
-plan that waits for tokens, ranks are idle for `--gap-ms`. With `--head`, a draft head makes the
-drafts, and each pass of it takes `--pass-ms`.
+plan that waits for tokens, ranks are idle for `--gap-ms`. With `--head`, a draft head makes
+up to four drafts, which take `--guess-ms` in each step.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ COST = msgspec.structs.replace(
         for number in sorted({before + 1, largest})
     ),
 )
-_FIXED = (0, 1, 2, 3, 4, 8)
-_MOST = 8
+_FIXED = {False: (0, 1, 2, 3, 4, 8), True: (0, 1, 2, 3, 4)}
+"""Numbers of drafts, without and with a draft head."""
 _NUM_TOKENS = 40_000
 """Tokens of all requests together, of at least 300 each."""
 
@@ -56,11 +56,8 @@ class _FixedDrafts(Speculator):
     def is_worth_waiting(self, running: Sequence[ScheduledSequence], *, room: int) -> bool:
         return True
 
-    def _best_number(self, num_sequences: int, num_guessed: int, room: int) -> int:
-        return self._num_drafts
-
-    def _number_but_for_measurements(self, number: int) -> int:
-        return number
+    def _do_guesses_pay(self, num_sequences: int, num_guessed: int, room: int) -> bool:
+        return True
 
     def _chosen(self, offers: Sequence[object], *, num_rows: int, room: int) -> list[int]:
         return [self._num_drafts] * len(offers)
@@ -73,9 +70,13 @@ class Setting:
     acceptance: float
     """How likely a draft is right, if all before it are."""
     gap_s: float = 0.0004
-    pass_s: float = 0.0
-    """Time of a pass of a draft head; without a head, drafts cost nothing."""
-    has_head: bool = False
+    guess_s: float | None = None
+    """Time in which a draft head guesses tokens; None is other drafts, which take no time."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a draft head makes the drafts."""
+        return self.guess_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +103,9 @@ def compare(num_requests: int, setting: Setting, *, num_tokens: int = _NUM_TOKEN
     num_output_tokens = min(max(300, num_tokens // num_requests), 2000)
     fixed = {
         number: _rate(num_requests, num_output_tokens, setting, _FixedDrafts, number)
-        for number in _FIXED
+        for number in _FIXED[setting.has_head]
     }
-    adaptive = _rate(num_requests, num_output_tokens, setting, Speculator, _MOST)
+    adaptive = _rate(num_requests, num_output_tokens, setting, Speculator, max(fixed))
     return Comparison(fixed=fixed, adaptive=adaptive)
 
 
@@ -125,7 +126,7 @@ def _rate(
     replica = VirtualReplica(
         SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192),
         KvOptions(block_size=16, num_blocks=60_000, num_cpu_blocks=0),
-        msgspec.structs.replace(COST, gap_s=setting.gap_s, pass_s=setting.pass_s),
+        msgspec.structs.replace(COST, gap_s=setting.gap_s, guess_s=setting.guess_s or 0.0),
         max_model_len=4000,
         speculator=speculator,
         head=head,
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.8])
     parser.add_argument("--gap-ms", type=float, default=0.4)
-    parser.add_argument("--pass-ms", type=float, default=0.22)
+    parser.add_argument("--guess-ms", type=float, default=0.92)
     parser.add_argument("--head", action="store_true")
     options = parser.parse_args()
     print(
@@ -153,8 +154,7 @@ def main() -> None:
             setting = Setting(
                 acceptance=acceptance,
                 gap_s=options.gap_ms / 1e3,
-                pass_s=options.pass_ms / 1e3 if options.head else 0.0,
-                has_head=options.head,
+                guess_s=options.guess_ms / 1e3 if options.head else None,
             )
             found = compare(num_requests, setting)
             rates = f"{found.fixed[0]:.0f} | {found.best} | {found.fixed[found.best]:.0f}"

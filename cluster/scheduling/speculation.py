@@ -52,10 +52,10 @@ _DRIFT_ROWS = 64
 """Rows in addition to the rows of a step of which times change together."""
 _LEAST_S = 1e-6
 _HEAD_WEIGHT = 0.3
-"""Weight of a step in the times of a draft head."""
+"""Weight of a step in the time of a draft head."""
 _NUM_STEPS_KEPT = 2000
 """Steps after which the time of a number of rows is measured again."""
-_UNKNOWN_ROW = 0.005
+_UNKNOWN_ROW = 0.003
 """The time that a row is assumed to add to a step as long as that is not measured, in steps."""
 _FIRST_FORCED_RATE = 0.9
 """How likely a token of the only text that a grammar allows is right, as long as none was verified;
@@ -65,13 +65,15 @@ _LEAST_FORCED_RATE = 0.3
 _FORCED_WEIGHT = 0.02
 """Weight of such a token in their rate."""
 _FIRST_GAP_S = 0.0003
-"""Gap that is assumed as long as none was measured."""
+"""Gap of other drafts than those of a head that is assumed as long as none was measured."""
 _NUM_GAPS = 8
 """Latest gaps of which the mean is predicted."""
 _IDLE_WEIGHT = 0.2
 """Weight of a step in the time that ranks wait for plans that are made ahead."""
 _GAP_DECAY = 0.0005
 """Part of the gap that is dropped in each step without it, so that it is measured again."""
+_HOPE = 1.25
+"""How much faster than measured behind a gap a step may be that has never been planned ahead."""
 _LEAST_GAIN = 1.02
 """Tokens per second with drafts over tokens per second without, from which drafts are bought. Of
 estimates that differ by less, the largest is often an error."""
@@ -81,19 +83,12 @@ _MOST_WAITING = 256
 """Running sequences up to which a plan may wait for the tokens of the step before."""
 _UNKNOWN = -2
 """A draft that is not known yet."""
-_PLAIN_PERIOD = 512
-"""Steps with guesses of a draft head after which a step without them is measured."""
-_PATIENCE = 256
+_TRIAL = 128
 """Steps after which a draft head with guesses that do not pay reads no more tokens."""
-_PAUSE = 1024
+_PAUSE = 2048
 """Steps without a draft head after which it reads the tokens of new sequences again."""
-_TRIAL = 64
-"""Steps in which these sequences must show that guesses pay."""
-_TRIAL_PERIOD = 4
-"""Steps from one try of guesses to the next in such a trial; the next is that of other steps."""
-_COMMON_PERIOD = 32
-_ENOUGH = 256
-"""Sequences of which guesses are tried in a trial."""
+_TRY_PERIOD = 8
+"""Steps from one try of guesses that do not pay to the next."""
 
 
 class Chain(NamedTuple):
@@ -152,7 +147,7 @@ class RowTimes:
     rows of the same launch. The times of all sizes change together, as contexts grow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_gap_s: float = _FIRST_GAP_S) -> None:
         self._times: dict[int, _StepTime] = {}
         self._sizes: list[int] = []
         """The sizes of these, in ascending order."""
@@ -161,13 +156,17 @@ class RowTimes:
         self._num_steps = 0
         self.idle_s = 0.0
         """How long ranks wait for plans that are made during the step before."""
-        self._gap_s = _FIRST_GAP_S
-        self._gaps = deque((_FIRST_GAP_S,), _NUM_GAPS)
+        self._ahead: set[int] = set()
+        """Sizes of steps that were planned ahead."""
+        self._excess_s = 0.0
+        """By how much steps take longer behind a gap."""
+        self._gap_s = first_gap_s
+        self._gaps = deque((first_gap_s,), _NUM_GAPS)
 
     @property
     def gap_s(self) -> float:
-        """By how much longer ranks wait for a plan that is made after the step before."""
-        return self._gap_s
+        """By how much longer a step takes if its plan is made after the step before."""
+        return self._gap_s + self._excess_s
 
     def note_idle(self, seconds: float, *, has_gap: bool) -> None:
         """Note how long ranks waited for a plan, which has a gap if it was made after the step."""
@@ -180,11 +179,26 @@ class RowTimes:
             self.idle_s += _IDLE_WEIGHT * (idle_s - self.idle_s)
             self._gap_s = max(self._gap_s * (1 - _GAP_DECAY), min(self._gap_s, _FIRST_GAP_S))
 
-    def note(self, num_rows: int, seconds: float) -> None:
-        """Note the duration of a step of decodes."""
+    def note(self, num_rows: int, seconds: float, *, is_alone: bool = False) -> None:
+        """Note the duration of a step of decodes; it `is_alone` if a gap was before it.
+
+        Then the device has waited for launches within the step, too.
+        """
         size = _size_of(num_rows)
         known = self._times.get(size)
         expected_s = self.time_of(size) if self._times else seconds
+        if known is not None and self._num_steps - known.step >= _NUM_STEPS_KEPT:
+            self._ahead.discard(size)
+        if is_alone:
+            if size in self._ahead:
+                excess_s = min(seconds, 2 * expected_s) - expected_s
+                self._excess_s += _IDLE_WEIGHT * (max(excess_s, 0.0) - self._excess_s)
+                self._num_steps += 1
+                return
+            seconds = max(seconds - self._excess_s, _LEAST_S)
+        elif size not in self._ahead:
+            self._ahead.add(size)
+            known = None if known is None else known._replace(num_measured=0)
         # A single step may take any time; the first of a size may capture a graph.
         limit_s = 2 * expected_s
         if known is None:
@@ -202,10 +216,9 @@ class RowTimes:
         )
         self._drift_s += _DRIFT_WEIGHT * (1 - weight) * error_s / (size + _DRIFT_ROWS)
 
-    @property
-    def has_any(self) -> bool:
-        """Whether any steps were measured."""
-        return bool(self._times)
+    def has_run_ahead(self, num_rows: int) -> bool:
+        """Return whether steps of a number of rows were planned ahead."""
+        return _size_of(num_rows) in self._ahead
 
     def has_measured(self, num_rows: int) -> bool:
         """Return whether steps of a number of rows were measured."""
@@ -240,25 +253,6 @@ class RowTimes:
         return max(seconds, _LEAST_S)
 
 
-class HeadTimes:
-    """The time that a draft head adds to steps, by number of guesses, as measured."""
-
-    def __init__(self) -> None:
-        self._times: dict[int, float] = {}
-
-    def note(self, number: int, seconds: float) -> None:
-        """Note the time of a number of guesses of each sequence."""
-        known = self._times.get(number, seconds)
-        self._times[number] = known + _HEAD_WEIGHT * (seconds - known)
-
-    def time_of(self, number: int) -> float:
-        """Return the predicted time of a number of guesses, of which each may take a pass."""
-        if number in self._times or not self._times:
-            return self._times.get(number, 0.0)
-        nearest = min(self._times, key=lambda other: abs(other - number))
-        return self._times[nearest] * number / nearest
-
-
 class HeadFeeding:
     """When a draft head reads tokens, and when its guesses are tried although they do not pay."""
 
@@ -268,38 +262,26 @@ class HeadFeeding:
         """How often it was begun again. Only sequences that have started since have guesses."""
         self._num_steps = 0
         """Steps since guesses paid, or since feeding began or ended."""
-        self._age = 0
-        """Steps since feeding began."""
-        self.num_tries = 0
-        """Sequences with guesses that were tried since then."""
-        self._limit = _PATIENCE
 
     @property
     def is_try(self) -> bool:
         """Whether guesses behind the next step are tried if they do not pay."""
-        return self.is_on and self._num_steps % self._period == self._period // 4
+        return self.is_on and self._num_steps % _TRY_PERIOD == 1
 
     @property
     def is_settled(self) -> bool:
         """Whether tokens are known that earlier tries have guessed."""
-        return self.is_on and self._num_steps % self._period == 0
-
-    @property
-    def _period(self) -> int:
-        is_trial = self._age <= _TRIAL and self.num_tries < _ENOUGH
-        return _TRIAL_PERIOD if is_trial else _COMMON_PERIOD
+        return self.is_on and self._num_steps % _TRY_PERIOD == 0
 
     def advance(self, *, pays: bool, has_starts: bool) -> None:
         """Decide about the next step, which may have starts of sequences."""
         self._num_steps += 1
-        self._age += 1
         if self.is_on and pays:
-            self._num_steps, self._limit = 0, _PATIENCE
-        elif self.is_on and self._num_steps > self._limit:
+            self._num_steps = 0
+        elif self.is_on and self._num_steps > _TRIAL:
             self.is_on, self._num_steps = False, 0
         elif not self.is_on and has_starts and (pays or self._num_steps > _PAUSE):
-            self.is_on, self._num_steps, self._age, self.num_tries = True, 0, 0, 0
-            self._limit = _PATIENCE if pays else _TRIAL
+            self.is_on, self._num_steps = True, 0
             self.number += 1
 
 
@@ -413,15 +395,16 @@ class Speculator:
         self.drafter = drafter or PredictionDrafter(self._drafter_of(config))
         self._num_drafts = config.num_speculative_tokens
         self.rates = DraftRates()
-        self.times = RowTimes()
-        self.head_times = HeadTimes()
+        # Behind the guesses of a head, most plans are overlapped.
+        self.times = RowTimes(0.0) if self.has_head else RowTimes()
+        self._head_s = 0.0
+        """The time that guesses of a draft head add to a step, as measured beside steps without
+        drafts; the head always makes the most."""
         self.feeding = HeadFeeding()
         self.is_trying = False
         """Whether the guesses behind the latest plan are only tried: no chain will verify them."""
         self._tried: AnySequence[Sequence] = ()
         """Sequences with such guesses."""
-        self._num_paying = 0
-        """Steps with guesses since a step without them was measured."""
         self._most_paused = 0
         self.num_chains = 0
         self.num_draft_tokens = 0
@@ -537,7 +520,9 @@ class Speculator:
         _, later_rate = self._bought(
             later, num_rows=num_rows, room=room, gap_s=gap_s, least_rate=waiting_rate
         )
-        if rate <= later_rate:
+        # What was measured behind a gap may take less time than that.
+        hope = 1.0 if self.times.has_run_ahead(num_rows + sum(chosen)) else _HOPE
+        if hope * rate <= later_rate:
             return None
         return [
             one.chain(one.draft_ids[1 : number + 1], last_id=one.draft_ids[0])
@@ -589,11 +574,11 @@ class Speculator:
         if was_on:
             _set_feeding(new, feeding.number)
             readable = [one for one in sampled if self._has_read(one)]
-            number = self._best_number(len(sampled), len(readable), room)
+            pays = self._do_guesses_pay(len(sampled), len(readable), room)
         else:
-            number = self._best_number(num_running, num_running, room)
+            pays = self._do_guesses_pay(num_running, num_running, room)
         if sampled or new:
-            feeding.advance(pays=number > 0, has_starts=bool(new))
+            feeding.advance(pays=pays, has_starts=bool(new))
         if not was_on:
             _set_feeding(new, feeding.number if feeding.is_on else -1)
             if feeding.is_on:
@@ -604,29 +589,13 @@ class Speculator:
         # The guesses of a try come after this plan is made.
         if was_trying or not readable:
             return feeding.is_on, 0
-        if number:
-            return True, self._number_but_for_measurements(number)
-        if feeding.is_try and 2 * len(sampled) <= room:
+        if not pays and feeding.is_try and 2 * len(sampled) <= room:
             self.is_trying, self._tried = True, readable
-            feeding.num_tries += len(readable)
-            number = self._num_drafts
-        return feeding.is_on, number
+        return feeding.is_on, self._num_drafts if pays or self.is_trying else 0
 
     def _has_read(self, sequence: Sequence) -> bool:
         """Return whether a draft head has read all tokens of a sequence."""
         return sequence.drafts is not None and sequence.drafts.feeding == self.feeding.number
-
-    def _number_but_for_measurements(self, number: int) -> int:
-        """Return 0 in place of a number of guesses in two steps of many.
-
-        The first may verify guesses of the step before, and the second is measured.
-        """
-        self._num_paying += 1
-        if self._num_paying <= _PLAIN_PERIOD:
-            return number
-        if self._num_paying > _PLAIN_PERIOD + 1:
-            self._num_paying = 0
-        return 0
 
     def _settle_tries(self) -> None:
         """Learn from guesses that no chain has verified."""
@@ -640,25 +609,24 @@ class Speculator:
                     break
         self._tried = ()
 
-    def _best_number(self, num_sequences: int, num_guessed: int, room: int) -> int:
-        """Return the number of guesses that gives the most tokens per second.
+    def _do_guesses_pay(self, num_sequences: int, num_guessed: int, room: int) -> bool:
+        """Return whether guesses of a draft head give more tokens per second than none.
 
-        Only so many of the sequences have guesses.
+        Only so many of the sequences have guesses, and some of the guesses may be verified.
         """
-        if not num_guessed or not self.times.has_any:
-            return 0
-        best, num_tokens = 0, float(num_sequences)
-        best_rate = num_tokens / self.times.time_of(num_sequences)
+        if not num_guessed or not self._head_s:
+            return False
+        num_tokens = float(num_sequences)
+        plain_rate = _LEAST_GAIN * num_tokens / self.times.time_of(num_sequences)
+        more_s = self._head_s + self.times.gap_s
         for number, survival in enumerate(self.rates.survivals(0.0, self._num_drafts), 1):
             num_rows = num_sequences + num_guessed * number
             if num_rows > room:
                 break
             num_tokens += num_guessed * survival
-            step_s = self.times.time_of(num_rows) + self.head_times.time_of(number)
-            rate = num_tokens / (step_s + self.times.gap_s)
-            if rate > best_rate:
-                best, best_rate = number, rate
-        return best
+            if num_tokens > plain_rate * (self.times.time_of(num_rows) + more_s):
+                return True
+        return False
 
     def note_step(self, plan: StepPlan, output: StepOutput, *, is_alone: bool) -> None:
         """Note the duration of a step; it `is_alone` if its plan was made after the step before."""
@@ -669,13 +637,14 @@ class Speculator:
         if plan.chunks:
             return
         seconds = output.forward_s + self.times.idle_s
-        num_rows, number, head = len(plan.decodes), plan.num_drafts, self.head_times
+        num_rows, has_guesses = len(plan.decodes), plan.num_drafts > 0
         has_chains = bool(plan.decodes.draft_ids) or plan.is_overlapped
-        if number and not has_chains and self.times.has_measured(num_rows):
-            head.note(number, max(seconds - self.times.time_of(num_rows), 0.0))
+        if has_guesses and not has_chains and self.times.has_measured(num_rows):
+            head_s = max(seconds - self.times.time_of(num_rows), 0.0)
+            self._head_s += (_HEAD_WEIGHT if self._head_s else 1.0) * (head_s - self._head_s)
         else:
-            head_s = head.time_of(number) if number else 0.0
-            self.times.note(num_rows, max(seconds - head_s, _LEAST_S))
+            seconds -= self._head_s if has_guesses else 0.0
+            self.times.note(num_rows, max(seconds, _LEAST_S), is_alone=is_alone)
 
     def note_chain(self, chain: Chain, num_accepted: int) -> None:
         """Note how many drafts of a chain were right; its sequence has not ended."""

@@ -42,8 +42,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time for each block that is copied back."""
     gap_s: float = 0.0
     """Time before a step of which the plan was not made during another step."""
-    pass_s: float = 0.0
-    """Time of a pass of a draft head, which guesses a token of each sequence."""
+    guess_s: float = 0.0
+    """Time in which a draft head guesses tokens, however many."""
     feed_s: float = 0.0
     """Time that a draft head takes to read the tokens of a step."""
 
@@ -57,7 +57,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
         values = [value for _, value in self.points]
         values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s]
-        values += [self.gap_s, self.pass_s, self.feed_s]
+        values += [self.gap_s, self.guess_s, self.feed_s]
         if not all(0.0 <= value <= _LONGEST_S for value in values):
             raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
         if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:
@@ -87,7 +87,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if not plan.num_tokens:
             return 0.0
-        seconds = self.tokens_s(plan.num_tokens) + self.pass_s * plan.num_drafts
+        seconds = self.tokens_s(plan.num_tokens)
+        if plan.num_drafts:
+            seconds += self.guess_s
         if self.context_s:
             num_attended = plan.decodes.num_pairs + sum(
                 chunk.num_pairs for chunk in plan.chunks if chunk.num_tokens == 1

@@ -28,6 +28,9 @@ class FreeDrafts(RowTimes):
     def time_of(self, num_rows: int) -> float:
         return 1.0
 
+    def has_run_ahead(self, num_rows: int) -> bool:
+        return True
+
 
 class RandomTimes(FreeDrafts):
     """Steps of any number of rows, and gaps, take any time: any number of drafts is worth it."""

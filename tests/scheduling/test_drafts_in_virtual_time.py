@@ -30,7 +30,7 @@ def test_drafts_give_nearly_the_rate_of_the_best_number(
 def test_guesses_of_a_head_give_nearly_the_rate_of_the_best_number(
     num_requests: int, least_ratio: float
 ) -> None:
-    setting = Setting(acceptance=0.741, gap_s=0.0024, pass_s=0.00022, has_head=True)
+    setting = Setting(acceptance=0.741, gap_s=0.0024, guess_s=0.00092)
     assert compare(num_requests, setting, num_tokens=0).ratio > least_ratio
 
 
@@ -44,7 +44,7 @@ class Load:
         self.replica = VirtualReplica(
             SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192),
             KvOptions(block_size=16, num_blocks=10_000, num_cpu_blocks=0),
-            msgspec.structs.replace(COST, gap_s=0.0024, pass_s=0.00022, feed_s=0.00015),
+            msgspec.structs.replace(COST, gap_s=0.0024, guess_s=0.00092, feed_s=0.00015),
             max_model_len=4000,
             speculator=speculator,
             head=head,

@@ -256,6 +256,18 @@ def test_a_gap_is_the_time_that_ranks_wait_longer_than_for_plans_made_ahead() ->
     assert made.times.gap_s < 0.0013
 
 
+def test_a_gap_includes_the_time_that_a_step_waits_for_its_launches() -> None:
+    made = speculator({8: 0.001})
+    # Steps of this size take a millisecond if they are planned ahead.
+    note_steps(made, idle_s=0.0, is_alone=False)
+    for _ in range(60):
+        plan = StepPlan(0, [], decodes=Decodes.pack(range(8), range(8)))
+        output = StepOutput(0, [], forward_s=0.0015, idle_s=0.0004)
+        made.note_step(plan, output, is_alone=True)
+    assert made.times.gap_s == pytest.approx(0.0009, rel=0.1)
+    assert made.times.time_of(8) == pytest.approx(0.001, rel=0.1)
+
+
 def plan_head(made: Speculator, harness: Harness, *, num_new: int = 0) -> tuple[bool, int]:
     """Plan the head of a step of all sequences, of which the last have just started."""
     sequences = harness.sequences
@@ -276,13 +288,13 @@ def test_a_head_reads_no_tokens_while_its_guesses_do_not_pay() -> None:
     add_sequence()
     assert plan_head(made, harness, num_new=1) == (True, 4)
     made.rates._rates, made.rates._weights = [0.01] * 4, [0.003] * 4
-    for _ in range(1000):
+    for _ in range(150):
         plan_head(made, harness)
     assert plan_head(made, harness) == (False, 0)
     # A sequence that starts is read from its first token on, if it has been a while.
     add_sequence()
     assert plan_head(made, harness, num_new=1) == (False, 0)
-    for _ in range(1000):
+    for _ in range(2100):
         assert plan_head(made, harness) == (False, 0)
     add_sequence()
     assert plan_head(made, harness, num_new=1) == (True, 0)
@@ -295,7 +307,7 @@ def test_a_head_reads_no_tokens_while_its_guesses_do_not_pay() -> None:
         found.head_ids, found.num_known = [5, 6, 7, 8], len(sequence.token_ids)
         sequence.own_tokens()
         sequence.token_ids.extend([5, 6, 7] if sequence is harness.sequences[-1] else [9])
-    for _ in range(3):
+    for _ in range(7):
         assert plan_head(made, harness) == (True, 0)
     assert made.rates._rates[0] > 0.05
     for sequence in harness.sequences:
@@ -352,13 +364,13 @@ def test_times_of_sizes_that_were_not_measured_lie_between_those_that_were() -> 
     assert times.time_of(5) == pytest.approx(1.0, rel=0.05)
     for num_rows, seconds in ((4, 0.010), *[(16, 0.022)] * 80):
         times.note(num_rows, seconds)
-    assert times.time_of(4) == pytest.approx(0.010, rel=0.01)
+    assert times.time_of(4) == pytest.approx(0.010, rel=0.02)
     # Sizes in between are assumed to be fast, so that they are tried.
     assert 0.010 < times.time_of(8) < 0.014
     # Graphs have sizes that are multiples of 8.
     assert times.time_of(9) == times.time_of(16) == pytest.approx(0.022)
     # So are sizes beyond.
-    assert times.time_of(1) == pytest.approx(0.0025, rel=0.01)
+    assert times.time_of(1) == pytest.approx(0.0025, rel=0.02)
     assert 0.022 < times.time_of(24) < 0.024
     # The first step of a size may be much slower than others.
     times.note(8, 9.0)
