@@ -64,6 +64,8 @@ _LEAST_FORCED_RATE = 0.3
 """The least rate of these tokens, so that they are tried again."""
 _FORCED_WEIGHT = 0.02
 """Weight of such a token in their rate."""
+_EXCESS_WEIGHT = 0.1
+"""Weight of a step in the time that steps take longer behind a gap."""
 _FIRST_GAP_S = 0.0003
 """Gap of other drafts than those of a head that is assumed as long as none was measured."""
 _NUM_GAPS = 8
@@ -74,7 +76,7 @@ _GAP_DECAY = 0.0005
 """Part of the gap that is dropped in each step without it, so that it is measured again."""
 _HOPE = 1.25
 """How much faster than measured behind a gap a step may be that has never been planned ahead."""
-_LEAST_GAIN = 1.02
+_LEAST_GAIN = 1.01
 """Tokens per second with drafts over tokens per second without, from which drafts are bought. Of
 estimates that differ by less, the largest is often an error."""
 _MOST_PAUSED = 8
@@ -166,7 +168,7 @@ class RowTimes:
     @property
     def gap_s(self) -> float:
         """By how much longer a step takes if its plan is made after the step before."""
-        return self._gap_s + self._excess_s
+        return self._gap_s + max(self._excess_s, 0.0)
 
     def note_idle(self, seconds: float, *, has_gap: bool) -> None:
         """Note how long ranks waited for a plan, which has a gap if it was made after the step."""
@@ -192,10 +194,10 @@ class RowTimes:
         if is_alone:
             if size in self._ahead:
                 excess_s = min(seconds, 2 * expected_s) - expected_s
-                self._excess_s += _IDLE_WEIGHT * (max(excess_s, 0.0) - self._excess_s)
+                self._excess_s += _EXCESS_WEIGHT * (excess_s - self._excess_s)
                 self._num_steps += 1
                 return
-            seconds = max(seconds - self._excess_s, _LEAST_S)
+            seconds = max(seconds - max(self._excess_s, 0.0), _LEAST_S)
         elif size not in self._ahead:
             self._ahead.add(size)
             known = None if known is None else known._replace(num_measured=0)
