@@ -90,6 +90,7 @@ class FreeDrafts(RowTimes):
     """Steps of any number of rows take the same time, without gaps, so every draft is worth it."""
 
     gap_s = 0.0
+    head_s = 0.0
 
     def time_of(self, num_rows: int) -> float:
         return 1.0

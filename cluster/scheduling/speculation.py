@@ -158,6 +158,7 @@ class RowTimes:
         self._num_steps = 0
         self.idle_s = 0.0
         """How long ranks wait for plans that are made during the step before."""
+        self._head_s: float | None = None
         self._ahead: set[int] = set()
         """Sizes of steps that were planned ahead."""
         self._excess_s = 0.0
@@ -169,6 +170,19 @@ class RowTimes:
     def gap_s(self) -> float:
         """By how much longer a step takes if its plan is made after the step before."""
         return self._gap_s + max(self._excess_s, 0.0)
+
+    @property
+    def head_s(self) -> float | None:
+        """The time that guesses of a draft head add to a step, if measured beside plain steps.
+
+        The head makes as many guesses as it may, whatever their use.
+        """
+        return self._head_s
+
+    def note_head(self, seconds: float) -> None:
+        """Note the time that guesses of a draft head have added to a step."""
+        known_s = seconds if self._head_s is None else self._head_s
+        self._head_s = known_s + _HEAD_WEIGHT * (seconds - known_s)
 
     def note_idle(self, seconds: float, *, has_gap: bool) -> None:
         """Note how long ranks waited for a plan, which has a gap if it was made after the step."""
@@ -399,9 +413,6 @@ class Speculator:
         self.rates = DraftRates()
         # Behind the guesses of a head, most plans are overlapped.
         self.times = RowTimes(0.0) if self.has_head else RowTimes()
-        self._head_s = 0.0
-        """The time that guesses of a draft head add to a step, as measured beside steps without
-        drafts; the head always makes the most."""
         self.feeding = HeadFeeding()
         self.is_trying = False
         """Whether the guesses behind the latest plan are only tried: no chain will verify them."""
@@ -616,11 +627,12 @@ class Speculator:
 
         Only so many of the sequences have guesses, and some of the guesses may be verified.
         """
-        if not num_guessed or not self._head_s:
+        head_s = self.times.head_s
+        if not num_guessed or head_s is None:
             return False
         num_tokens = float(num_sequences)
         plain_rate = _LEAST_GAIN * num_tokens / self.times.time_of(num_sequences)
-        more_s = self._head_s + self.times.gap_s
+        more_s = head_s + self.times.gap_s
         for number, survival in enumerate(self.rates.survivals(0.0, self._num_drafts), 1):
             num_rows = num_sequences + num_guessed * number
             if num_rows > room:
@@ -642,10 +654,9 @@ class Speculator:
         num_rows, has_guesses = len(plan.decodes), plan.num_drafts > 0
         has_chains = bool(plan.decodes.draft_ids) or plan.is_overlapped
         if has_guesses and not has_chains and self.times.has_measured(num_rows):
-            head_s = max(seconds - self.times.time_of(num_rows), 0.0)
-            self._head_s += (_HEAD_WEIGHT if self._head_s else 1.0) * (head_s - self._head_s)
+            self.times.note_head(max(seconds - self.times.time_of(num_rows), 0.0))
         else:
-            seconds -= self._head_s if has_guesses else 0.0
+            seconds -= (self.times.head_s or 0.0) if has_guesses else 0.0
             self.times.note(num_rows, max(seconds, _LEAST_S), is_alone=is_alone)
 
     def note_chain(self, chain: Chain, num_accepted: int) -> None:

@@ -22,6 +22,10 @@ class FreeDrafts(RowTimes):
     def gap_s(self) -> float:
         return 0.0
 
+    @property
+    def head_s(self) -> float:
+        return 0.0
+
     def has_measured(self, num_rows: int) -> bool:
         return True
 

@@ -414,9 +414,9 @@ def test_overlapped_plans_change_no_token() -> None:
     assert sum(one.speculation.num_accepted_tokens for one in stats) > 100
     assert sum(one.speculation.num_refused_tokens for one in stats) > 40
     plans = [plan for harness in harnesses for plan in harness.plans if plan.is_overlapped]
-    assert sum(len(plan.decodes) > len({*array("i", plan.decodes.rows)}) for plan in plans) > 20
+    assert sum(len(plan.decodes) > len({*array("i", plan.decodes.rows)}) for plan in plans) > 10
     assert sum(plan.num_drafts == 0 for plan in plans) > 5
-    assert sum(len(plan.decodes.growing_rows) > 0 for plan in plans) > 20
+    assert sum(len(plan.decodes.growing_rows) > 0 for plan in plans) > 10
     assert sum(len(plan.evictions) > 0 for plan in plans) > 0
     plans = [plan for harness in others for plan in harness.plans if plan.is_overlapped]
     assert sum(bool(plan.decodes.draft_ids) for plan in plans) > 3
