@@ -41,7 +41,7 @@ class RandomTimes(FreeDrafts):
 
     @property
     def gap_s(self) -> float:
-        return self._rng.choice((0.0, 0.0, 1.0, 50.0))
+        return self._rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 50.0))
 
     def __init__(self, seed: int) -> None:
         super().__init__()
