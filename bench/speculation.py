@@ -30,7 +30,8 @@ import torch
 
 from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
 from cluster.engine.local_executor import LocalExecutor
-from cluster.scheduling.speculation import RowTimes, Speculator
+from cluster.scheduling.draft_estimates import RowTimes
+from cluster.scheduling.speculation import Speculator
 from pagedray import LLM, SamplingParams
 from pagedray.config import SpeculationConfig
 from workers.layers.linear_choice import linear_kernel_class

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.speculation import RowTimes
+from cluster.scheduling.draft_estimates import RowTimes
 from tests.scheduling.fake_worker import VOCAB_SIZE, fingerprints, next_fingerprint, sample
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cluster.scheduling.draft_estimates import DraftRates
 from cluster.scheduling.drafters import NgramDrafter
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.speculation import DraftRates, Speculator
+from cluster.scheduling.speculation import Speculator
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualHead, VirtualReplica, distinct_prompt
 from pagedray.batch import StepOutput, pack_token_ids

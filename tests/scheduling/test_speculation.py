@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cluster.scheduling.draft_estimates import RowTimes
 from cluster.scheduling.drafters import NgramDrafter, PredictionDrafter
 from cluster.scheduling.fault_recovery import BlamedError
 from cluster.scheduling.sequence import ForcedTokens, SequenceDrafts, SequenceMasks
 from cluster.scheduling.speculation import (
     Chain,
-    RowTimes,
     Speculator,
     _Offer,
 )
