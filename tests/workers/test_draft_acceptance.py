@@ -105,7 +105,9 @@ def test_chains_with_shared_noise_are_nearly_as_long(folder: Path, temperature: 
         )
         for rule in (SharedNoise, Rejection)
     ]
-    assert lengths[0] >= RATIO * lengths[1]
+    # Drafts that are wrong more often lose more.
+    ratio = RATIO if folder.name == "tiny-llama-eagle3" else 0.9
+    assert lengths[0] >= ratio * lengths[1]
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
