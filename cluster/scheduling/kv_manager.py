@@ -367,8 +367,18 @@ class KvManager:
         """Return whether there is something to swap out, and the CPU pool has room for it."""
         if self.groups.has_windows:
             self._release_dead(sequence)
-        num_blocks = self.num_unshared(sequence, self.num_shared(sequence))
+        table = self._swappable_blocks(sequence, self.num_shared(sequence))
+        num_blocks = len(self.groups.live_blocks(table))
         return 0 < num_blocks <= self.cpu_pool.num_free - self.groups.num_state_blocks
+
+    def _swappable_blocks(self, sequence: Sequence, num_shared: int) -> list[int]:
+        """Return the entries from `num_shared` on, without entries that drafts alone need.
+
+        There may be no room for these when the sequence is swapped in.
+        """
+        end = -(-sequence.length // self.block_size)
+        num_groups = self.groups.num_groups
+        return sequence.blocks.ids[num_shared * num_groups : end * num_groups].tolist()
 
     def swap_out(self, sequence: Sequence, step: int) -> tuple[Swapped, list[BlockCopy]]:
         """Move the blocks that others do not share to the CPU pool, in the plan of `step`.
@@ -377,7 +387,7 @@ class KvManager:
         when the sequence is swapped in.
         """
         num_shared = self.num_shared(sequence)
-        table = sequence.blocks.ids[num_shared * self.groups.num_groups :].tolist()
+        table = self._swappable_blocks(sequence, num_shared)
         sources = self.groups.live_blocks(table)
         num_live = len(sources)
         live_state: list[int] = []

@@ -177,6 +177,16 @@ def test_a_sequence_of_one_block_can_be_swapped_out() -> None:
     assert len(swap_out(kv, sequence, step=0)) == 1
 
 
+def test_swap_out_leaves_blocks_that_drafts_alone_need() -> None:
+    kv = make_manager(enable_prefix_cache=False)
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    for _ in range(2):
+        assert kv.append(sequence) is not None
+    assert len(sequence.blocks.ids) == 5
+    assert len(swap_out(kv, sequence, step=0)) == 3
+
+
 def test_swap_out_copies_only_blocks_without_another_owner() -> None:
     kv = make_manager()
     first, second = make_sequences(10)[0], make_sequences(10)[0]
