@@ -69,6 +69,7 @@ class AttentionBatch:
     """By how much the length of each decode is too large, int64 `[num_sequences]` on the device,
     if only the device knows; None if lengths and slots are exact. No group has a window."""
     max_excess: int = 0
+    """An upper bound of the excess, on the host."""
     other_groups: tuple["AttentionBatch", ...] = ()
     """The step in the blocks of each group of layers after the first. Only lengths, block tables
     and slots differ."""

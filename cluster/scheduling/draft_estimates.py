@@ -46,7 +46,7 @@ _FORCED_WEIGHT = 0.02
 _EXCESS_WEIGHT = 0.1
 """Weight of a step in the time that steps take longer behind a gap."""
 _FIRST_GAP_S = 0.0003
-"""Gap of other drafts than those of a head that is assumed as long as none was measured."""
+"""Gap behind a step with drafts of the controller, as long as no gap was measured."""
 _NUM_GAPS = 8
 """Latest gaps of which the mean is predicted."""
 _IDLE_WEIGHT = 0.2

@@ -249,7 +249,7 @@ class Speculator:
         _, later_rate = self._bought(
             later, num_rows=num_rows, room=room, gap_s=gap_s, least_rate=waiting_rate
         )
-        # What was measured behind a gap may take less time than that.
+        # A step that was only measured behind a gap may be faster than predicted.
         hope = 1.0 if self.times.has_run_ahead(num_rows + sum(chosen)) else _HOPE
         if hope * rate <= later_rate:
             return None

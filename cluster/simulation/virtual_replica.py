@@ -44,9 +44,9 @@ __all__ = [
 
 EOS = 2
 TOKEN = 7
-"""Every other token that sequences sample, but in replicas whose controller guesses tokens."""
+"""The token that sequences sample before they end, unless the controller guesses tokens."""
 _NUM_TOKENS = 101
-"""Tokens that sequences sample in turn there, so that guesses at other positions are wrong."""
+"""Tokens that sequences sample in turn if it does: guesses at other positions are then wrong."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -51,7 +51,7 @@ class ChildProcess(ABC):
     """
 
     work: ClassVar[str]
-    """What the process compiles, a plural, for errors."""
+    """A plural name of the structures that the process compiles, for errors."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
