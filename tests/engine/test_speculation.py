@@ -149,6 +149,9 @@ def test_completions_with_drafts_are_those_without(engine: str, model: Path) -> 
 def test_completions_with_a_drafter_on_the_rank_are_those_without(
     engine: str, model: Path, tmp_path: Path
 ) -> None:
+    dtype = getattr(torch, ENGINES[engine].get("dtype", "bfloat16"))
+    if linear_kernel_class(dtype, torch.device("cpu")) is not PackedGemmLinear:
+        pytest.skip("The GEMM of this CPU rounds few rows differently from many.")
     expected, plain_stats = plain_answers(engine, model)
     # The layers of the draft model have other keys and values than those of its target.
     draft_model = random_draft_model(tmp_path / "drafter", LlamaConfig(**SMALL), TINY_LLAMA)
