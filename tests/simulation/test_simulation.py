@@ -12,6 +12,7 @@ from tests.simulation.scenario import make_scenario, shrink
 
 NUM_SEEDS = 60
 NUM_SLOW_SEEDS = 2500
+# CPU time: other processes may take most of the cores.
 FOUND_WITHIN_S = 60.0
 
 
@@ -76,9 +77,9 @@ def test_there_are_90_planted_bugs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found_within_a_minute(bug: PlantedBug) -> None:
-    end_s = time.monotonic() + FOUND_WITHIN_S
+    end_s = time.process_time() + FOUND_WITHIN_S
     with bug.planted():
         seed = 0
         while not failure_of(make_scenario(seed)):
             seed += 1
-            assert time.monotonic() < end_s, f"not found by {seed} seeds"
+            assert time.process_time() < end_s, f"not found by {seed} seeds"
