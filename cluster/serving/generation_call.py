@@ -52,7 +52,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_cached_tokens: int
     num_generated_tokens: int
     num_accepted_tokens: int = 0
-    """Tokens that were guessed, such as from a prediction; the next field counts wrong guesses."""
+    """Right drafts if the client predicted the output; the next field counts wrong drafts."""
     num_refused_tokens: int = 0
 
 
@@ -87,6 +87,10 @@ class GenerationCall:
         """Log-probabilities of the prompts that requested them, once they are computed."""
         self.has_prediction = bool(requests[0].prediction)
         """Whether the client predicted the output, and the engine uses that."""
+        self._has_details = self.has_prediction or any(
+            request.sampling.prompt_logprobs is not None for request in requests
+        )
+        """Whether events may have drafts to count, or log-probabilities of a prompt."""
         self.reasoning = requests[0].reasoning
         """How the reasoning of its sequences is marked; None if there is none."""
         self._call = call
@@ -212,18 +216,12 @@ class GenerationCall:
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
         sequences: list[SequenceOutput] = []
         num_tokens = 0
-        found: tuple[PromptLogprobs, ...] = ()
+        found = self._read_details(events) if self._has_details else ()
         for key, group in self._by_sequence(events).items():
             if key[0] not in self._started_ids:
                 self._started_ids.add(key[0])
                 self._num_cached_tokens += group[0].num_cached_tokens
             text = self._texts[key]
-            for event in group:
-                if isinstance(event, ChainEvent):
-                    self._num_accepted_tokens += event.num_accepted
-                    self._num_refused_tokens += event.num_refused
-                if event.prompt_logprobs:
-                    found = self.prompt_logprobs[text.prompt_index] = event.prompt_logprobs
             if not text.is_finished:
                 sequence = text.add_events(group)
                 if sequence.finish_reason is not None:
@@ -246,6 +244,18 @@ class GenerationCall:
         return GenerationOutput(
             sequences=tuple(sequences), usage=self._usage(), is_last=is_last, prompt_logprobs=found
         )
+
+    def _read_details(self, events: list[TokenEvent]) -> tuple[PromptLogprobs, ...]:
+        """Count drafts, and return the log-probabilities of a prompt, if an event has them."""
+        found: tuple[PromptLogprobs, ...] = ()
+        for event in events:
+            if isinstance(event, ChainEvent):
+                self._num_accepted_tokens += event.num_accepted
+                self._num_refused_tokens += event.num_refused
+            if event.prompt_logprobs:
+                text = self._texts[event.request_id, event.index]
+                found = self.prompt_logprobs[text.prompt_index] = event.prompt_logprobs
+        return found
 
     def _by_sequence(self, events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:
         if len(events) == 1 or len(self._texts) == 1:
