@@ -70,14 +70,14 @@ def test_it_ends_for_its_supervisor(overflowing_model: Path) -> None:
 # Waits are shorter than in a server that users start.
 PROGRAM = """
 import sys
-from cluster.cli import exit_guard
+from cluster.cli import server
 from cluster.cli.commands import main
 from cluster.engine import engine_loop
 from cluster.scheduling.scheduler import Scheduler
 
 engine_loop._FATAL_STALL_S = 2.0
-guard = exit_guard._guard
-exit_guard._guard = lambda engine, loop, limit_s: guard(engine, loop, 5.0)
+guard = server._guard
+server._guard = lambda engine, loop, limit_s: guard(engine, loop, 5.0)
 schedule = Scheduler.schedule
 
 def schedule_or_hang(self, now_s):
