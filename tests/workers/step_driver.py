@@ -3,7 +3,7 @@
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -65,11 +65,16 @@ class StepDriver(ABC, Generic[S]):
         self.events = Counter[str]()
 
     @classmethod
-    def run_all(cls, truth: Truth, make: type[S]) -> Counter[str]:
-        """Run the sequences of a checkpoint twice at random, and return the events."""
+    def run_all(cls, truth: Truth, make: type[S], wanted: Set[str] = frozenset()) -> Counter[str]:
+        """Run the sequences of a checkpoint twice at random, and return the events.
+
+        At most eight further runs follow until there are the wanted events.
+        """
         worker = cls._make_worker(truth)
         events = Counter[str]()
-        for seed in range(2):
+        for seed in range(10):
+            if seed >= 2 and events.keys() >= wanted:
+                break
             driver = cls(worker, random.Random(seed))
             sequences = [
                 make(*parts)
