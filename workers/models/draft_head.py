@@ -100,20 +100,12 @@ class RankDrafter(CompositeLayer):
     lag: ClassVar[int]
     """How many positions before its own a token is read: 1 by a draft head, 0 by a draft model."""
 
-    @property
-    @abstractmethod
-    def layers(self) -> ModelConfig:
-        """The layers, as a model with the checkpoint of the drafter."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """The size of the vocabulary of the target."""
-
-    @property
-    @abstractmethod
-    def token_ids(self) -> torch.Tensor:
-        """The tokens of the target that the logits are of, `[draft_vocab_size]` int64."""
+    layers: ModelConfig
+    """The layers, as a model with the checkpoint of the drafter."""
+    vocab_size: int
+    """The size of the vocabulary of the target."""
+    token_ids: torch.Tensor
+    """The tokens of the target that the logits are of, `[draft_vocab_size]` int64."""
 
     @abstractmethod
     def read(
@@ -159,7 +151,7 @@ class _TokenMap(Layer):
         self._config = config
         size = config.draft_vocab_size
         self.token_ids = torch.arange(size, device=place.device)
-        """`[draft_vocab_size]` int64."""
+        """`[draft_vocab_size]` int64, written in place when weights are loaded."""
         self._offsets = torch.zeros(size, dtype=torch.int64, device=place.device)
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -204,6 +196,7 @@ class DraftHead(RankDrafter):
         layer = config.layer
         prefix = layer.names.decoder_layer.format(0)
         self.config = config
+        self.layers, self.vocab_size = layer, layer.vocab_size
         self._taps = taps
         self._group = place.group
         self._embedding = embedding
@@ -223,14 +216,6 @@ class DraftHead(RankDrafter):
                 dtype=place.dtype,
                 device=place.device,
             )
-
-    @property
-    def layers(self) -> ModelConfig:
-        return self.config.layer
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.layer.vocab_size
 
     @abstractmethod
     def first_states(self, taps: torch.Tensor) -> torch.Tensor:
@@ -331,10 +316,7 @@ class Eagle3Head(DraftHead):
         self._projection = RowParallelLinear("fc", num_taps * size, size, place, has_bias=False)
         self._logits = ParallelHead("lm_head", config.draft_vocab_size, size, place, tied_to=None)
         self._token_map = _TokenMap(config, place)
-
-    @property
-    def token_ids(self) -> torch.Tensor:
-        return self._token_map.token_ids
+        self.token_ids = self._token_map.token_ids
 
     def first_states(self, taps: torch.Tensor) -> torch.Tensor:
         if self._tap_norms:
@@ -396,11 +378,7 @@ class MtpHead(DraftHead):
         self._target_logits = target_logits
         self._projection = RowParallelLinear(mtp.projection, 2 * size, size, place, has_bias=False)
         self._input_norm = make_norm(f"{prefix}.{layer.names.attention_norm}", layer, place)
-        self._token_ids = torch.arange(config.draft_vocab_size, device=place.device)
-
-    @property
-    def token_ids(self) -> torch.Tensor:
-        return self._token_ids
+        self.token_ids = torch.arange(config.draft_vocab_size, device=place.device)
 
     def first_states(self, taps: torch.Tensor) -> torch.Tensor:
         return self._target_norm(taps) if self._mtp.reads_normed else taps

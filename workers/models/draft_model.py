@@ -9,7 +9,6 @@ import torch
 from workers.models.draft_head import DraftOutputs, RankDrafter
 
 if TYPE_CHECKING:
-    from pagedray.model_config import ModelConfig
     from workers.layers.sharded_logits import ShardedLogits
     from workers.models.decoder import Decoder
     from workers.models.self_attention import StepAttention
@@ -28,21 +27,9 @@ class DraftModel(RankDrafter):
     def __init__(self, decoder: Decoder, *, vocab_size: int) -> None:
         """`vocab_size` is that of the target."""
         self._decoder = decoder
-        self._vocab_size = vocab_size
+        self.layers, self.vocab_size = decoder.config, vocab_size
         size = min(decoder.config.vocab_size, vocab_size)
-        self._token_ids = torch.arange(size, device=decoder.device)
-
-    @property
-    def layers(self) -> ModelConfig:
-        return self._decoder.config
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def token_ids(self) -> torch.Tensor:
-        return self._token_ids
+        self.token_ids = torch.arange(size, device=decoder.device)
 
     def read(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
@@ -60,9 +47,9 @@ class DraftModel(RankDrafter):
         return DraftOutputs(hidden, None)
 
     def logits(self, outputs: DraftOutputs) -> ShardedLogits:
-        return self._decoder.logits(outputs.normed).cut(self._vocab_size)
+        return self._decoder.logits(outputs.normed).cut(self.vocab_size)
 
     def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return tokens of the vocabulary of the draft model."""
-        size = self._decoder.config.vocab_size
-        return token_ids if size >= self._vocab_size else token_ids.clamp(max=size - 1)
+        size = self.layers.vocab_size
+        return token_ids if size >= self.vocab_size else token_ids.clamp(max=size - 1)
