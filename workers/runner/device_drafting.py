@@ -53,6 +53,8 @@ _Step: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 class DeviceDrafting(Drafting):
     """Launches all passes before the sampled tokens are known."""
 
+    _builder: GpuMetadataBuilder
+
     def __init__(
         self,
         drafter: RankDrafter,
@@ -68,8 +70,14 @@ class DeviceDrafting(Drafting):
         graphs: Any = None,  # Any: torch does not export the type
     ) -> None:
         """`graphs` is the memory of CUDA graphs; without it, each kernel is launched by itself."""
-        super().__init__(drafter, kv_cache, forward_pass=forward_pass, batch=batch, sampler=sampler)
-        self._builder = builder
+        super().__init__(
+            drafter,
+            kv_cache,
+            forward_pass=forward_pass,
+            batch=batch,
+            sampler=sampler,
+            builder=builder,
+        )
         self._table = batch.table
         device, is_cuda = kv_cache.device, kv_cache.device.type == "cuda"
         self._positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)

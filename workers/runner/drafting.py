@@ -46,7 +46,10 @@ class Drafting(ABC):
         forward_pass: ForwardPass,
         batch: InputBatch,
         sampler: Sampler,
+        builder: AttentionMetadataBuilder,
     ) -> None:
+        """`builder` plans the passes of drafts, and nothing else."""
+        self._builder = builder
         self._drafter = drafter
         self._forward_pass = forward_pass
         self._kv_cache = kv_cache
@@ -125,20 +128,6 @@ class Drafting(ABC):
 
 class HostDrafting(Drafting):
     """Plans each pass on the host, which waits for the sampled tokens."""
-
-    def __init__(
-        self,
-        drafter: RankDrafter,
-        kv_cache: torch.Tensor,
-        *,
-        forward_pass: ForwardPass,
-        batch: InputBatch,
-        sampler: Sampler,
-        builder: AttentionMetadataBuilder,
-    ) -> None:
-        """`builder` plans the passes of drafts, and nothing else."""
-        super().__init__(drafter, kv_cache, forward_pass=forward_pass, batch=batch, sampler=sampler)
-        self._builder = builder
 
     def _writer(self, inputs: StepInputs) -> Writer:
         del inputs
