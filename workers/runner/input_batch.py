@@ -225,12 +225,6 @@ class InputBatch:
                 begin = ends[part] - num_tokens[part]
                 more = np.arange(begin, begin + len(chunk.token_ids))
                 logits_indices = np.concatenate((logits_indices, more))
-        parts: tuple[_Ints, ...] = ()
-        if self._has_states:
-            parts = (rows, np.concatenate(([0], ends)))
-            # On a GPU, kernels are compiled for saves at the start.
-            if plan.saves or self._table.token_ids.is_cuda:
-                parts += (self._save_ends(plan, rows, ends - seq_lens),)
         attention = self._attention_batch(
             rows,
             int((num_tokens > 1).sum()),
@@ -239,33 +233,37 @@ class InputBatch:
             token_rows,
             positions,
         )
-        of_head = (token_rows, self._head_slots(attention)) if self._has_head else ()
+        arrays = {"logits": logits_indices, "rows": sampled_rows, "positions": sampled_positions}
+        if self._has_head:
+            arrays |= {"token_rows": token_rows, "head_slots": self._head_slots(attention)}
+        if self._has_states:
+            arrays |= {"segment_rows": rows, "starts": np.concatenate(([0], ends))}
+            # On a GPU, kernels are compiled for saves at the start.
+            if plan.saves or self._table.token_ids.is_cuda:
+                arrays["save_ends"] = self._save_ends(plan, rows, ends - seq_lens)
         token_ids, device_positions, others = self._table.begin_step(
             token_rows,
             positions,
-            *(logits_indices, sampled_rows, sampled_positions, *of_head, *parts),
+            *arrays.values(),
             draft_ids=draft_ids_of(plan.decodes, len(positions)) if has_drafts else None,
         )
-        device_indices, device_rows, device_places, *segments = others
-        device_token_rows, head_slots = None, None
-        if self._has_head:
-            device_token_rows, head_slots, *segments = segments
+        uploaded = dict(zip(arrays, others, strict=True))
         selects_all = is_sampled.all() and ends[-1] == size and not chunks
         has_others = selects_all or bool(chunks) or len(rows) > size
         return StepInputs(
             token_ids=token_ids,
             positions=device_positions,
-            logits_indices=None if selects_all else device_indices,
+            logits_indices=None if selects_all else uploaded["logits"],
             sampled_sequences=None if has_others else is_sampled,
             attention=attention,
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
-            sampled_places=(device_rows, device_places),
+            sampled_places=(uploaded["rows"], uploaded["positions"]),
             draft_ids=draft_ids_of(plan.decodes, len(sampled_rows)) if has_drafts else None,
             prompt_chunks=tuple(chunks),
-            segments=_segments(segments, num_tokens),
-            token_rows=device_token_rows,
-            head_slots=head_slots,
+            segments=_segments(uploaded, num_tokens),
+            token_rows=uploaded.get("token_rows"),
+            head_slots=uploaded.get("head_slots"),
             sampled_indices=None if selects_all else sampled_indices,
         )
 
@@ -286,7 +284,6 @@ class InputBatch:
         if is_new and draft_ids is not None:
             # A chain is several decodes, but a single segment.
             starts = np.flatnonzero(np.append(draft_ids, -1) < 0)
-        parts = (rows[starts[:-1]], starts) if is_new else ()
         attention = self._attention_batch(
             rows,
             0,
@@ -296,32 +293,32 @@ class InputBatch:
             positions,
             has_chains=draft_ids is not None,
         )
-        most_before, self._most_drafts, of_chains = self._most_drafts, 0, tuple[_Ints, ...]()
+        arrays = {"rows": rows, "ends": ends}
+        most_before, self._most_drafts = self._most_drafts, 0
         if draft_ids is not None:
             chains = Chains(draft_ids)
             self._most_drafts = int(chains.lengths.max()) - 1
             if self._counts_refused:
-                of_chains = rows[chains.firsts], chains.firsts, chains.firsts + chains.lengths
-        of_head = (self._head_slots(attention),) if self._has_head else ()
+                arrays |= {"chain_rows": rows[chains.firsts], "firsts": chains.firsts}
+                arrays["chain_ends"] = chains.firsts + chains.lengths
+        if self._has_head:
+            arrays["head_slots"] = self._head_slots(attention)
+        if is_new:
+            arrays |= {"segment_rows": rows[starts[:-1]], "starts": starts}
         token_ids, device_positions, others = self._table.begin_step(
-            rows,
-            positions,
-            *(rows, ends, *of_chains, *of_head, *parts),
-            draft_ids=written,
-            is_overlapped=is_overlapped,
+            rows, positions, *arrays.values(), draft_ids=written, is_overlapped=is_overlapped
         )
-        device_rows, device_ends, *segments = others
+        uploaded = dict(zip(arrays, others, strict=True))
+        device_rows, device_ends = uploaded["rows"], uploaded["ends"]
         if is_overlapped:
             device_ends = device_positions + 1
             excess = self._table.num_refused.index_select(0, device_rows)
             attention = replace(attention, excess=excess, max_excess=most_before)
         device_chains = None
-        if of_chains:
-            chain_rows, firsts, chain_ends, *segments = segments
-            device_chains = chain_rows, firsts, chain_ends
-        head_slots = segments.pop(0) if self._has_head else None
+        if "firsts" in uploaded:
+            device_chains = uploaded["chain_rows"], uploaded["firsts"], uploaded["chain_ends"]
         if is_new:
-            kept = _segments(segments, np.diff(starts), is_chained=draft_ids is not None)
+            kept = _segments(uploaded, np.diff(starts), is_chained=draft_ids is not None)
             self._decode_segments = decodes.rows, kept
         return StepInputs(
             token_ids=token_ids,
@@ -334,7 +331,7 @@ class InputBatch:
             draft_ids=draft_ids,
             segments=kept,
             token_rows=device_rows if self._has_head else None,
-            head_slots=head_slots,
+            head_slots=uploaded.get("head_slots"),
             chains=device_chains,
             is_overlapped=is_overlapped,
         )
@@ -548,21 +545,18 @@ def _outer_parts(owners: _Ints, size: int) -> tuple[_Ints, _Ints]:
 
 
 def _segments(
-    parts: Sequence[torch.Tensor], num_tokens: _Ints, *, is_chained: bool = False
+    uploaded: dict[str, torch.Tensor], num_tokens: _Ints, *, is_chained: bool = False
 ) -> Segments | None:
-    """Return the segments of rows, starts and ends of saves, if there are any parts.
-
-    Segments of chains keep the states.
-    """
-    if not parts:
+    """Return the segments of a step, if it has any. Segments of chains keep the states."""
+    if "segment_rows" not in uploaded:
         return None
-    rows, starts, *save_ends = parts
+    save_ends = uploaded.get("save_ends")
     return Segments(
-        query_starts=starts.int(),
-        rows=rows.int(),
+        query_starts=uploaded["starts"].int(),
+        rows=uploaded["segment_rows"].int(),
         max_query_len=int(num_tokens.max()),
         num_prompts=0 if is_chained else int((num_tokens > 1).sum()),
-        save_ends=save_ends[0].int() if save_ends else None,
+        save_ends=None if save_ends is None else save_ends.int(),
         is_chained=is_chained,
         keeps_states=is_chained,
     )
