@@ -276,7 +276,7 @@ class InputBatch:
         if decodes.draft_ids:
             draft_ids = written = draft_ids_of(decodes, len(rows))
         elif is_overlapped and (rows[1:] == rows[:-1]).any():
-            draft_ids = np.where(np.append(True, rows[1:] != rows[:-1]), -1, 0)
+            draft_ids = draft_ids_of(decodes, len(rows))
         # Most steps have the rows of the step before; these also say which decodes are chains.
         kept_rows, kept = self._decode_segments
         is_new = self._has_states and kept_rows != decodes.rows
@@ -565,12 +565,12 @@ def _segments(
 def draft_ids_of(decodes: Decodes, size: int) -> _Ints:
     """Return the token of each of `size` places that is a draft, and -1 for others.
 
-    The last places are those of the decodes.
+    The decodes have the last places. Drafts that are not known to the host are 0.
     """
-    rows = np.frombuffer(decodes.rows, np.int32)
+    rows, known = (np.frombuffer(part, np.int32) for part in (decodes.rows, decodes.draft_ids))
     draft_ids = np.full(size, -1)
     of_decodes = draft_ids[size - len(rows) :]
-    of_decodes[1:][rows[1:] == rows[:-1]] = np.frombuffer(decodes.draft_ids, np.int32)
+    of_decodes[1:][rows[1:] == rows[:-1]] = known if len(known) else 0
     return draft_ids
 
 

@@ -24,9 +24,10 @@ from workers.runner.block_swaps import (
     StepStream,
     SwapStreams,
 )
-from workers.runner.overlapped_plans import completed_plan
+from workers.runner.input_batch import draft_ids_of
 from workers.runner.pending_tokens import LastStep, PendingTokens, Sample
 from workers.runner.step_graphs import dropped_capture
+from workers.sampling.edits import Chains
 
 if TYPE_CHECKING:
     from workers.runner.drafting import Drafting
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from workers.sampler import Sampled, Sampler
     from workers.sampling.logprobs import PromptReport
 
-__all__ = ["ModelRunner", "Prompts"]
+__all__ = ["ModelRunner", "Prompts", "completed_plan"]
 
 
 class ModelRunner:
@@ -193,6 +194,34 @@ class ModelRunner:
             return replace(sampled, token_ids=token_ids)
         draft_ids = self._drafting.run(inputs, sampled.token_ids, plan.num_drafts)
         return replace(sampled, token_ids=token_ids, draft_ids=draft_ids)
+
+
+def completed_plan(plan: StepPlan, before: StepPlan, sampled: Sampled) -> StepPlan:
+    """Return an overlapped plan with the positions and drafts that it lacks.
+
+    `before` is the plan of the step before, not overlapped, and `sampled` are its tokens and the
+    guesses behind them, on the host.
+    """
+    assert not before.is_overlapped
+    rows = np.frombuffer(plan.decodes.rows, np.int32)
+    depths = Chains(draft_ids_of(plan.decodes, len(rows))).depths
+    is_draft = depths > 0
+    rows_before = np.frombuffer(before.decodes.rows, np.int32)
+    chains = Chains(draft_ids_of(before.decodes, len(rows_before)))
+    num_refused, indices = np.zeros((2, 1 + int(rows_before.max())), dtype=np.int32)
+    of_chains = rows_before[chains.firsts]
+    num_refused[of_chains] = chains.lengths - chains.num_tokens(sampled.token_ids)
+    indices[of_chains] = np.arange(len(of_chains))
+    draft_ids = np.frombuffer(plan.decodes.draft_ids, np.int32)
+    if is_draft.any() and not len(draft_ids):
+        assert sampled.draft_ids is not None
+        guesses = sampled.draft_ids.numpy()[indices[rows[is_draft]], depths[is_draft] - 1]
+        draft_ids = guesses.astype(np.int32)
+    positions = np.frombuffer(plan.decodes.positions, np.int32) - num_refused[rows]
+    decodes = msgspec.structs.replace(
+        plan.decodes, positions=positions.tobytes(), draft_ids=draft_ids.tobytes()
+    )
+    return msgspec.structs.replace(plan, decodes=decodes, is_overlapped=False)
 
 
 def _make_swaps(cache: KVCache) -> BlockSwaps:

@@ -64,7 +64,7 @@ from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.parallel.group import SoloGroup
 from workers.runner.device_drafting import DeviceDrafting
-from workers.runner.overlapped_plans import completed_plan
+from workers.runner.model_runner import completed_plan
 from workers.runner.pending_tokens import PendingTokens
 from workers.sampling.noise import generator_start, noise, noise_keys
 
