@@ -132,6 +132,8 @@ class OutputReader:
 
     def _read_chains(self, in_flight: InFlightStep, output: StepOutput) -> list[TokenEvent]:
         """Append the tokens of chains up to the token that follows the last right draft."""
+        speculator = self._speculator
+        assert speculator is not None
         events: list[TokenEvent] = []
         end = len(in_flight.sampled)
         for planned in in_flight.chains:
@@ -141,20 +143,17 @@ class OutputReader:
             token_ids = output.token_ids[first:end]
             num_accepted = _num_equal(chain.draft_ids[: chain.num_usable], token_ids)
             if sequence in in_flight.late:
-                if self._speculator is not None:
-                    self._speculator.note_chain(chain, 0)
+                speculator.note_chain(chain, 0)
                 continue
             if sequence.state is FINISHED:
                 if token_ids[num_accepted] < 0:
                     self._prefixes.forget_blocks(sequence)
-                if self._speculator is not None:
-                    self._speculator.num_dropped_drafts += len(chain.draft_ids)
+                speculator.num_dropped_drafts += len(chain.draft_ids)
                 continue
             sequence.refuse_drafts(len(chain.draft_ids) - num_accepted)
             if sequence.request_id in self._recovery.faulty_ids:
                 continue
-            if self._speculator is not None:
-                self._speculator.note_chain(chain, num_accepted)
+            speculator.note_chain(chain, num_accepted)
             logprobs = [one for one in output.logprobs[first:end] if one is not None]
             try:
                 events += self._append_chain(chain, token_ids[: num_accepted + 1], logprobs)
@@ -280,7 +279,7 @@ class InFlightStep(msgspec.Struct, frozen=True):
     @property
     def num_head_drafts(self) -> int:
         """Tokens that a draft head guesses behind the step."""
-        return self.plan.num_drafts * (len(self.sampled) + len(self.chains))
+        return self.plan.num_drafts * len(self.sampled_sequences)
 
 
 class PromptLogprobsBuffer:

@@ -250,8 +250,7 @@ class Scheduler:
         """
         lengths: dict[str, dict[int, int]] = {}
         for in_flight in self._in_flight:
-            chained = [chain.sequence for chain in in_flight.chains]
-            for sequence in (*in_flight.prefilled, *in_flight.sampled, *chained):
+            for sequence in (*in_flight.prefilled, *in_flight.sampled_sequences):
                 known = lengths.setdefault(sequence.request_id, {})
                 known[sequence.index] = len(sequence.token_ids)
         return lengths
