@@ -114,7 +114,7 @@ class InputBatch:
         assert not (replays_decodes and has_states)
         self._has_head = has_head
         self._head_group = head_group
-        self._counts_refused = counts_refused
+        self.counts_refused = counts_refused
         self._has_states = has_states
         self._num_spare_states = num_spare_states
         self._table = table
@@ -135,9 +135,7 @@ class InputBatch:
         """The most drafts of a row in that step."""
 
     def warm_up(self) -> None:
-        """Compile the kernels of overlapped plans, if there may be some."""
-        if not (self._has_head or self._counts_refused) or not self._table.all_tokens.is_cuda:
-            return
+        """Compile the kernels of overlapped plans."""
         # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.advance import shorten, shorten_items
 
@@ -145,7 +143,7 @@ class InputBatch:
         words = torch.zeros(1, 2 * NUM_ITEM_WORDS, dtype=torch.int32, device=refused.device)
         shorten(words[0, 4:5], refused[:1].clone(), words, refused[:1], block_size=self._block_size)
         shorten_items(words, refused[:1])
-        if self._counts_refused:
+        if self.counts_refused:
             numbers = torch.zeros_like(refused[:1])
             self._table.count_refused((numbers,) * 3, (numbers,) * 2)
 
@@ -298,7 +296,7 @@ class InputBatch:
         if draft_ids is not None:
             chains = Chains(draft_ids)
             self._most_drafts = int(chains.lengths.max()) - 1
-            if self._counts_refused:
+            if self.counts_refused:
                 arrays |= {"chain_rows": rows[chains.firsts], "firsts": chains.firsts}
                 arrays["chain_ends"] = chains.firsts + chains.lengths
         if self._has_head:

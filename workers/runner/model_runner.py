@@ -71,7 +71,8 @@ class ModelRunner:
         """Compile the kernels that sample from logits of this dtype."""
         self._progress.enter(Phase.WARMING_UP)
         self._sampler.warm_up(dtype)
-        self._batch.warm_up()
+        if self._drafting is not None or self._batch.counts_refused:
+            self._batch.warm_up()
         if self._drafting is not None:
             self._drafting.warm_up()
 

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from attention.gpu.metadata import GpuMetadataBuilder
+from attention.kernels.triton import advance
 from cluster.engine.engine_options import EngineOptions, engine_config
 from pagedray.batch import (
     Decodes,
@@ -618,6 +619,20 @@ def chains_of(
         [position + place for position in positions for place in places],
         [draft for drafts in guesses for draft in drafts],
     )
+
+
+@pytest.mark.parametrize("make", [original_folder, llama_of_equal_layers])
+def test_kernels_of_overlapped_plans_are_compiled_before_the_first_step(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(make(tmp_path / "drafter"))
+    launched = list[str]()
+    for name in ("shorten", "shorten_items"):
+        monkeypatch.setattr(advance, name, lambda *_, name=name, **__: launched.append(name))
+    assert rank.worker._runner is not None
+    rank.worker._runner.warm_up(torch.float32)
+    assert launched == ["shorten", "shorten_items"]
+    rank.close()
 
 
 def test_mtp_layer_drafts_behind_recurrent_layers(tmp_path: Path) -> None:
