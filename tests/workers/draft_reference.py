@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy, copytree
 from typing import Any, Protocol
@@ -96,13 +95,41 @@ def states_and_logits(target: PreTrainedModel, token_ids: list[int]) -> tuple[li
 
 def load_reference(folder: Path, target: PreTrainedModel) -> DraftReference:
     """Return the head in a folder."""
-    config = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") == "mimo":
-        return MtpReference.of_mimo(folder, target)
-    if config.get("model_type") == "qwen3_5_text":
-        return MtpReference.of_qwen3_5(folder, target)
-    if config.get("model_type") == "glm4_moe":
-        return MtpReference.of_glm4_moe(folder, target)
+    fields = json.loads((folder / "config.json").read_text())
+    eager = fields | {"attn_implementation": "eager"}
+    match fields.get("model_type"):
+        case "mimo":
+            qwen2 = Qwen2Config(**eager)
+            return MtpReference(
+                target,
+                Qwen2DecoderLayer(qwen2, 0),
+                Qwen2RotaryEmbedding(qwen2),
+                _tensors_of(folder, "model.mtp_layers.0."),
+                names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+                puts_state_first=True,
+                reads_normed=False,
+            )
+        case "qwen3_5_text":
+            types = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+            qwen3_5 = Qwen3_5TextConfig(**eager | types)
+            return MtpReference(
+                target,
+                Qwen3_5DecoderLayer(qwen3_5, 0),
+                Qwen3_5TextRotaryEmbedding(qwen3_5),
+                _tensors_of(folder, "mtp."),
+                prefix="layers.0.",
+                names=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+                offset=1.0,
+            )
+        case "glm4_moe":
+            glm = Glm4MoeConfig(**eager | {"first_k_dense_replace": 0})
+            return MtpReference(
+                target,
+                Glm4MoeDecoderLayer(glm, 0),
+                Glm4MoeRotaryEmbedding(glm),
+                _tensors_of(folder, f"model.layers.{fields['num_hidden_layers']}."),
+                names=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+            )
     return Eagle3Reference(folder, _embedding_of(target))
 
 
@@ -124,86 +151,33 @@ def drafts_of(
     return ids[len(token_ids) - 1 :].tolist()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MtpReference:
     """An MTP layer, on transformers' decoder layer of its family."""
 
-    layer: nn.Module
-    rotary: nn.Module
-    embedding: Tensor
-    """Of the target, `[vocab_size, hidden_size]`."""
-    head: Tensor
-    """The output head of the target, `[vocab_size, hidden_size]`."""
-    weights: dict[str, Tensor]
-    names: tuple[str, str, str, str]
-    """The norm of embeddings, the norm of states, the projection and the last norm."""
-    eps: float
-    offset: float = 0.0
-    """Added to the weights of norms."""
-    puts_state_first: bool = False
-    reads_normed: bool = True
-    """Whether the first states are the target's normed outputs."""
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        layer: nn.Module,
+        rotary: nn.Module,
+        weights: dict[str, Tensor],
+        *,
+        names: tuple[str, str, str, str],
+        prefix: str = "",
+        offset: float = 0.0,
+        puts_state_first: bool = False,
+        reads_normed: bool = True,
+    ) -> None:
+        """`names` are the norms of embeddings and states, the projection and the last norm.
 
-    @classmethod
-    def of_mimo(cls, folder: Path, target: PreTrainedModel) -> MtpReference:
-        """Return the layer of a MiMo model: a layer of Qwen2."""
-        fields = json.loads((folder / "config.json").read_text())
-        config = Qwen2Config(**fields | {"attn_implementation": "eager"})
-        prefix = "model.mtp_layers.0."
-        weights = _tensors_of(folder, prefix)
-        layer = Qwen2DecoderLayer(config, 0)
-        _load_layer(layer, weights, "")
-        return cls(
-            layer=layer,
-            rotary=Qwen2RotaryEmbedding(config),
-            embedding=_embedding_of(target),
-            head=target.state_dict()["lm_head.weight"],
-            weights=weights,
-            names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-            eps=config.rms_norm_eps,
-            puts_state_first=True,
-            reads_normed=False,
-        )
-
-    @classmethod
-    def of_glm4_moe(cls, folder: Path, target: PreTrainedModel) -> MtpReference:
-        """Return the layer of a GLM-4.5: a layer with experts."""
-        fields = json.loads((folder / "config.json").read_text())
-        prefix = f"model.layers.{fields['num_hidden_layers']}."
-        dense = {"first_k_dense_replace": 0, "attn_implementation": "eager"}
-        config = Glm4MoeConfig(**fields | dense)
-        weights = _tensors_of(folder, prefix)
-        layer = Glm4MoeDecoderLayer(config, 0)
-        _load_layer(layer, weights, "")
-        return cls(
-            layer=layer,
-            rotary=Glm4MoeRotaryEmbedding(config),
-            embedding=_embedding_of(target),
-            head=target.state_dict()["lm_head.weight"],
-            weights=weights,
-            names=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
-            eps=config.rms_norm_eps,
-        )
-
-    @classmethod
-    def of_qwen3_5(cls, folder: Path, target: PreTrainedModel) -> MtpReference:
-        """Return the layer of a Qwen3.5: a layer with attention."""
-        fields = json.loads((folder / "config.json").read_text())
-        types = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
-        config = Qwen3_5TextConfig(**fields | types | {"attn_implementation": "eager"})
-        weights = _tensors_of(folder, "mtp.")
-        layer = Qwen3_5DecoderLayer(config, 0)
-        _load_layer(layer, weights, "layers.0.")
-        return cls(
-            layer=layer,
-            rotary=Qwen3_5TextRotaryEmbedding(config),
-            embedding=_embedding_of(target),
-            head=target.state_dict()["lm_head.weight"],
-            weights=weights,
-            names=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
-            eps=config.rms_norm_eps,
-            offset=1.0,
-        )
+        The weights of `layer` have the `prefix`, and `offset` is added to the weights of norms.
+        With `reads_normed`, the first states are the target's normed outputs.
+        """
+        layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()})
+        self.layer, self.rotary, self.weights = layer.requires_grad_(False), rotary, weights
+        self.embedding = _embedding_of(target)
+        self.head: Tensor = target.state_dict()["lm_head.weight"]
+        self.names, self.offset, self.eps = names, offset, target.config.rms_norm_eps
+        self.puts_state_first, self.reads_normed = puts_state_first, reads_normed
 
     def first_states(self, states: list[Tensor]) -> Tensor:
         return states[-1] if self.reads_normed else states[-2]
@@ -247,11 +221,6 @@ def _tensors_of(folder: Path, prefix: str) -> dict[str, Tensor]:
         for name, tensor in load_file(path).items()
         if name.startswith(prefix)
     }
-
-
-def _load_layer(layer: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
-    layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()})
-    layer.requires_grad_(requires_grad=False)
 
 
 class Eagle3Reference:

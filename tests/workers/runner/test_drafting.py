@@ -580,7 +580,7 @@ def test_overlapped_plan_has_the_drafts_that_it_brings(
             for answer, number in zip(answers, upper, strict=True)
         ]
         if step == 1:
-            # So are the next drafts of the row, which follow it.
+            # The next drafts of the row are wrong, too, as they follow a wrong draft.
             guesses[0][2] += 1
         outputs = []
         for rank, numbers in ((ordinary, num_known), (overlapped, upper)):
@@ -600,7 +600,6 @@ def test_overlapped_plan_has_the_drafts_that_it_brings(
         pending = sampled.reshape(-1).tolist(), outputs[1]
         is_right = sampled[:, :-1] == np.array(guesses)
         accepted = np.cumprod(is_right, axis=1).sum(axis=1).tolist()
-        upper = [number + NUM_DRAFTS + 1 for number in num_known]
         upper = [number + NUM_DRAFTS + 1 for number in num_known]
         num_known = [number + 1 + right for number, right in zip(num_known, accepted, strict=True)]
         if step == 1:
