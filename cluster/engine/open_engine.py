@@ -58,7 +58,7 @@ def open_engine(
             _check_context_fits(config, executor.cache_size)
             _check_disk_holds_block(config, executor.cache_size)
         if config.speculation is not None:
-            _check_drafts_fit(config, config.speculation, executor.cache_size)
+            _check_drafts_fit(config, config.speculation)
         engine = EngineLoop(config, executor, sink)
         engine.start_steps()
     except BaseException:
@@ -93,9 +93,7 @@ def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
     )
 
 
-def _check_drafts_fit(
-    config: EngineConfig, speculation: SpeculationConfig, cache: CacheSize
-) -> None:
+def _check_drafts_fit(config: EngineConfig, speculation: SpeculationConfig) -> None:
     """Raise StartupError if no step has room for as many drafts as a sequence may have."""
     if config.model.pools:
         logger.warning(

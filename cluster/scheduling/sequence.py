@@ -496,13 +496,13 @@ class SequenceDrafts:
         self.paused_until = 0
         """The number of tokens up to which no more guesses are made."""
         self.place = 0
-        """The place in the prediction of the request of the token behind the next tokens."""
+        """The index in the prediction of the request of the token that is guessed next."""
         self.num_followed = 0
         """Generated tokens up to which the prediction was followed."""
         self.head_ids: AnySequence[int] = ()
         """The latest guesses of a draft head."""
         self.num_known = 0
-        """The number of tokens that these follow."""
+        """The number of tokens before these guesses."""
         self.feeding: int | None = None
         """The number of the feeding in which a draft head reads its tokens; None before its first
         tokens, and -1 if a draft head has not read them all."""

@@ -206,7 +206,7 @@ class _MaskServer:
         return 0.0 if matcher is None else matcher.last_cpu_s
 
     def _make(self, query: MaskQuery) -> tuple[MadeMask | None, DraftMasks | None]:
-        """Return a mask, and how to make those behind drafts; None if the sequence has ended.
+        """Return a mask, and how to make masks behind drafts; None if the sequence has ended.
 
         Raises MemoryError or RuntimeError.
         """

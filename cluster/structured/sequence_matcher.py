@@ -110,7 +110,7 @@ class SequenceMatcher:
         Neither the limits of CPU time nor the position of the sequence are affected. `mask` is that
         of the next token.
         """
-        # One at a time, however long it takes.
+        # A sequence has one copy of its matcher at a time, however long that takes.
         last = None if self._drafts is None else self._drafts()
         is_busy = last is not None and last.is_running
         if is_busy or not (query.draft_ids or self.forced_token(mask, index) is not None):

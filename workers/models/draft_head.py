@@ -127,7 +127,7 @@ class RankDrafter(CompositeLayer):
         """Return the outputs of one token of each row, which predict the next token.
 
         `token_ids` and `positions` are `[num_rows]` int64; a token is read at the position `lag`
-        before its own. `states` are those of `read` at these positions, or of the pass before.
+        before its own. `states` come from `read` for these positions, or from the pass before.
         """
 
     @abstractmethod
@@ -188,10 +188,10 @@ class DraftHead(RankDrafter):
         norms: tuple[Norm, Norm, Norm],
         input_size: int | None = None,
     ) -> None:
-        """`embedding` and `taps` are those of the target.
+        """`embedding` and `taps` belong to the target.
 
-        `norms` are over embeddings, over states, and the last one. `input_size` is the size of the
-        rows that the attention reads, by default the hidden size.
+        `norms` are the norm of embeddings, the norm of states and the last norm. `input_size` is
+        the size of the rows that the attention reads, by default the hidden size.
         """
         layer = config.layer
         prefix = layer.names.decoder_layer.format(0)

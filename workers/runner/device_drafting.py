@@ -89,7 +89,7 @@ class DeviceDrafting(Drafting):
         """The attention of a number of rows."""
         self._uploads = PinnedRing(device)
         self._words = self._positions.new_zeros(num_words(*shape))
-        """What the host knows of the sequences of the latest step with drafts."""
+        """Numbers of the host for the sequences of the latest step with drafts."""
         self._outputs = [
             torch.empty(max_num_rows * max_num_drafts, dtype=torch.int64, pin_memory=is_cuda)
             for _ in range(_NUM_OUTPUTS)
@@ -206,7 +206,6 @@ class DeviceDrafting(Drafting):
         token_ids: torch.Tensor,
         num_drafts: int,
     ) -> torch.Tensor:
-        del token_ids
         firsts, ends = _chain_bounds(inputs)
         drawn = self._sampler.random_rows(inputs.sampled_rows[firsts])
         phase = self._make_phase(len(firsts), num_places=0, has_draws=len(drawn) > 0)
@@ -218,10 +217,9 @@ class DeviceDrafting(Drafting):
         return found
 
     def _phase_for(self, firsts: IntArray, ends: IntArray, *, has_draws: bool) -> _Phase | None:
-        """Return the smallest phase for a step of decodes, if possible one with a graph.
+        """Return the smallest phase for a step of decodes, if possible a phase with a graph.
 
-        None if the step is too large. The launches are those of the most drafts, so that there are
-        few graphs.
+        None if the step is too large. Phases make the most drafts, so that there are few graphs.
         """
         num_rows = len(firsts)
         if num_rows > self._sizes[-1] or (ends - firsts).max() > self._max_num_drafts + 1:
@@ -232,7 +230,7 @@ class DeviceDrafting(Drafting):
     def _upload(
         self, phase: _Phase, inputs: StepInputs, firsts: IntArray, ends: IntArray, drawn: IntArray
     ) -> None:
-        """Upload what the host knows of the sequences of a step.
+        """Upload the numbers of the sequences of a step.
 
         Their sampled tokens are from `firsts` to before `ends`; the sequences `drawn` draw tokens.
         """
@@ -287,7 +285,7 @@ class DeviceDrafting(Drafting):
         return self._passes(phase, states, self._max_num_drafts)
 
     def _passes(self, phase: _Phase, states: torch.Tensor | None, num_drafts: int) -> torch.Tensor:
-        """Return drafts `[num_rows, num_drafts]`; `states` are those of all tokens of the step."""
+        """Return drafts `[num_rows, num_drafts]`, given the `states` of all tokens of the step."""
         found, attention = list[torch.Tensor](), _DeviceAttention(phase.decodes)
         token_ids, draws = phase.begun.last_ids, phase.draws
         if states is not None:

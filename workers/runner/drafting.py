@@ -105,7 +105,7 @@ class Drafting(ABC):
         token_ids: torch.Tensor,
         num_drafts: int,
     ) -> torch.Tensor:
-        """Return the drafts of each sequence; `states` are those of all tokens."""
+        """Return the drafts of each sequence, given the `states` of all tokens."""
 
     def _chosen(self, outputs: DraftOutputs, draw: _Draw | None) -> torch.Tensor:
         """Return a token for each output, `[num_rows]` int64; any token if its scores are NaN.
@@ -130,7 +130,6 @@ class HostDrafting(Drafting):
     """Plans each pass on the host, which waits for the sampled tokens."""
 
     def _writer(self, inputs: StepInputs) -> Writer:
-        del inputs
         return partial(self._forward_pass.metadata.write, kv_cache=self._kv_cache)
 
     def _draft(
@@ -165,7 +164,7 @@ class HostDrafting(Drafting):
         return torch.stack(found, dim=1)
 
     def _draw(self, drawn: IntArray, draws: Draws, scores: torch.Tensor) -> torch.Tensor:
-        """Return local maxima, with noise for the rows `drawn`; `draws` are those of all rows."""
+        """Return local maxima, with noise for the rows `drawn`, given the `draws` of all rows."""
         maxima = self._choice.local_maxima(scores, 0)
         maxima[torch.from_numpy(drawn)] = self._choice.drawn_maxima(
             scores, drawn, draws.of_rows(drawn), 0

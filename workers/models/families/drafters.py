@@ -110,7 +110,7 @@ def mtp_head(target: ModelConfig) -> DraftHeadConfig:
         num_layers=1,
         names=replace(target.names, decoder_layer=mtp.decoder_layer),
         stacked_names=stacked and replace(stacked, decoder_layer=mtp.decoder_layer),
-        # All tensors but those of the layer are of the target.
+        # All other tensors belong to the target.
         text_tensors=TextTensors(prefixes, ("",)),
         recurrent=None,
         experts=experts and replace(experts, dense_layers=()),
@@ -154,7 +154,7 @@ def read_draft_model(folder: Path, target: ModelConfig) -> ModelConfig:
 
 
 def _check_vocabulary(model: ModelConfig, target: ModelConfig) -> None:
-    """Raise CheckpointError unless token ids of a draft model are those of its target."""
+    """Raise CheckpointError unless token ids of a draft model and its target are the same."""
     paths = [one.folder / "tokenizer.json" for one in (model, target)]
     if not all(map(has_file, paths)):
         if model.vocab_size != target.vocab_size:
@@ -253,7 +253,7 @@ def _check_target(
 
 
 def _check_shapes(target: ModelConfig) -> tuple[int, int]:
-    """Return the number and the size of KV heads, which must be those of all layers."""
+    """Return the number and the size of KV heads, which must be the same in all layers."""
     heads = {
         (one.num_kv_heads, one.head_size) for one in map(target.heads_of, target.cached_layers)
     }
