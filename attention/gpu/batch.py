@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
     from attention.batch import AttentionBatch
 
-__all__ = [
-    "GpuBatch",
-    "GpuBatchUploader",
-    "PinnedRing",
-    "SubBatch",
-    "copy_from_host",
-]
+__all__ = ["GpuBatch", "GpuBatchUploader", "PinnedRing", "SubBatch", "copy_from_host"]
 
 _Ints = npt.NDArray[np.int32]
 _Array = npt.NDArray[Any]  # int32 or int64

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.arguments import (
-    NUM_ITEM_WORDS,
-    DecodeItems,
-    num_multiprocessors,
-)
+from attention.kernels.arguments import NUM_ITEM_WORDS, DecodeItems, num_multiprocessors
+from attention.kernels.triton.draft_rows import MOST_PARTS, place_drafts
+from attention.kernels.triton.paged_decode import PagedDecode
+from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
 
 if TYPE_CHECKING:
     from attention.abstract import AttentionInputs
     from attention.gpu.decode_schedule import DecodeMemory
     from attention.gpu.metadata import GpuMetadataBuilder
-    from attention.kernels.triton.paged_decode import PagedDecode
 
 __all__ = ["DraftDecodes"]
 
@@ -43,10 +41,6 @@ class DraftDecodes:
 
         Others that are launched on the same stream may share `memory`.
         """
-        # Imported here so that this module can be imported without Triton.
-        from attention.kernels.triton.draft_rows import MOST_PARTS
-        from attention.kernels.triton.tuning import AttentionOptions, default_decode_tuning
-
         params, _ = builder.layer(layer_index)
         num_rows, device = len(positions), positions.device
         self._builder = builder
@@ -87,8 +81,6 @@ class DraftDecodes:
         At least one kernel that waits for all earlier ones must follow before `attend`, which reads
         this early: any kernel of torch.
         """
-        from attention.kernels.triton.draft_rows import place_drafts
-
         place_drafts(
             self.places,
             self._slots,
@@ -104,8 +96,6 @@ class DraftDecodes:
 
     def attend(self, layer_index: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write keys and values of a layer; return its attention, of the query's shape."""
-        from attention.kernels.triton.paged_decode import PagedDecode
-
         assert inputs.key is not None
         assert inputs.value is not None
         kv_cache, query = self._kv_cache, inputs.query
