@@ -66,15 +66,9 @@ class Chains:
         """Return some of the chains, each whole."""
         return Chains(self._draft_ids[indices])
 
-    def contexts(self) -> IntArray | None:
-        """Return the drafts up to each row in its chain, `[num_rows, most]`, then -1.
-
-        None without drafts.
-        """
-        most = int(self.depths.max())
-        if not most:
-            return None
-        offsets = np.arange(most)
+    def contexts(self) -> IntArray:
+        """Return the drafts up to each row in its chain, `[num_rows, most]`, then -1."""
+        offsets = np.arange(self.depths.max())
         places = np.arange(len(self.depths)) - self.depths + 1
         found = self._draft_ids[np.minimum(places[:, None] + offsets, len(self.depths) - 1)]
         return np.where(offsets < self.depths[:, None], found, -1)
