@@ -340,7 +340,7 @@ class InputBatch:
         Tokens behind the last sampled token of a row may be any tokens.
         """
         assert inputs.token_rows is not None
-        return self._table.tokens_at(inputs.token_rows, inputs.positions + 1)
+        return self._table.all_tokens[inputs.token_rows, inputs.positions + 1]
 
     def draft_batch(self, rows: _Ints, positions: _Ints) -> AttentionBatch:
         """Return the decodes of drafts at these positions of rows, for a draft head.

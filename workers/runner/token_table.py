@@ -39,9 +39,10 @@ class TokenTable:
         self._device = device
         self._is_cuda = device.type == "cuda"
         # The extra column takes the last token of a full sequence, which no step reads.
-        self._tokens = torch.zeros(
+        self.all_tokens = torch.zeros(
             (max_num_rows, max_model_len + 1), dtype=torch.int64, device=device
         )
+        """`[max_num_rows, max_model_len + 1]`."""
         num_kept = max_num_tokens if self._is_cuda else 0
         self.token_ids = torch.zeros(num_kept, dtype=torch.int64, device=device)
         """`[max_num_tokens]`, which begins with the tokens of the latest step; empty on a CPU."""
@@ -61,16 +62,7 @@ class TokenTable:
 
     def tokens(self, row: int, first: int, end: int) -> torch.Tensor:
         """Return tokens of a row, from position `first` to before `end`, as `[end - first]`."""
-        return self._tokens[row, first:end]
-
-    @property
-    def all_tokens(self) -> torch.Tensor:
-        """All tokens, `[max_num_rows, max_model_len + 1]` int64."""
-        return self._tokens
-
-    def tokens_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the tokens at places, `[num_places]` int64 each."""
-        return self._tokens[rows, positions]
+        return self.all_tokens[row, first:end]
 
     def start_rows(
         self, rows: Sequence[int], prompts: Sequence[bytes], donor_rows: Sequence[int]
@@ -96,9 +88,9 @@ class TokenTable:
         for row, donor_row, prompt, part in zip(rows, donor_rows, prompts, parts, strict=True):
             if donor_row >= 0:
                 num_tokens = len(prompt) // token_ids.itemsize
-                self._tokens[row, :num_tokens] = self._tokens[donor_row, :num_tokens]
+                self.all_tokens[row, :num_tokens] = self.all_tokens[donor_row, :num_tokens]
             else:
-                self._tokens[row, : len(part)] = part
+                self.all_tokens[row, : len(part)] = part
 
     def begin_step(
         self,
@@ -121,12 +113,12 @@ class TokenTable:
             )
             if draft_ids is not None:
                 is_draft = draft_ids >= 0
-                self._tokens[rows[is_draft], positions[is_draft]] = torch.from_numpy(
+                self.all_tokens[rows[is_draft], positions[is_draft]] = torch.from_numpy(
                     draft_ids[is_draft]
                 )
             if is_overlapped:
                 device_positions = device_positions - self.num_refused[device_rows]
-            return self._tokens[device_rows, device_positions], device_positions, parts
+            return self.all_tokens[device_rows, device_positions], device_positions, parts
         # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.pinned_copy import place_tokens, row_words
 
@@ -145,7 +137,7 @@ class TokenTable:
                 device_positions,
                 rest,
                 words,
-                self._tokens,
+                self.all_tokens,
                 self.num_refused,
                 is_overlapped=is_overlapped,
             )
@@ -157,7 +149,7 @@ class TokenTable:
         # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.draft_rows import count_refused
 
-        count_refused(self.num_refused, chains, step, self._tokens)
+        count_refused(self.num_refused, chains, step, self.all_tokens)
         self.has_refused = True
 
     def append(
@@ -170,11 +162,11 @@ class TokenTable:
         """
         if not self._is_cuda:
             # A row with logits that were not finite has -1; 0 keeps its extra step in range.
-            self._tokens[rows, positions] = token_ids.clamp(min=0)
+            self.all_tokens[rows, positions] = token_ids.clamp(min=0)
             return token_ids
         from attention.kernels.triton.pinned_copy import append_tokens
 
         output = self._outputs[self._turn][: len(token_ids)]
         self._turn = (self._turn + 1) % _NUM_OUTPUTS
-        append_tokens(self._tokens, rows, positions, token_ids, output)
+        append_tokens(self.all_tokens, rows, positions, token_ids, output)
         return output
