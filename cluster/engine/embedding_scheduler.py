@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.scheduling.kv_manager import KvOptions
-from cluster.scheduling.plan_draft import PlanDraft
+from cluster.scheduling.plan_builder import PlanBuilder
 from cluster.scheduling.scheduler import Admission, PreparedPrompt, Scheduler
 from cluster.scheduling.sequence import Waiting
 from pagedray.batch import Pooling, TextBatch
@@ -234,7 +234,7 @@ class EmbeddingScheduler(Scheduler):
         for job in list(self._jobs.values()):
             job.resolve(error)
 
-    def _draft_plan(self) -> PlanDraft:
+    def _plan_step(self) -> PlanBuilder:
         """Return the texts of the next step, at least one, within the token budget."""
         table, batch = self._table, self._batch
         num_left = self._max_num_tokens
@@ -254,11 +254,11 @@ class EmbeddingScheduler(Scheduler):
             if job.undone:
                 table.preempt_sequence(sequence, Waiting())
                 break
-        draft = PlanDraft(self._step)
+        builder = PlanBuilder(self._step)
         if batch:
             batch.sort(key=lambda entry: entry[0].length(entry[1]))
-            draft.texts = _text_batch(batch)
-        return draft
+            builder.texts = _text_batch(batch)
+        return builder
 
     def _take_texts(self, job: EmbeddingJob, num_left: int) -> int:
         """Add texts of a job to the batch; return how many tokens of `num_left` remain."""

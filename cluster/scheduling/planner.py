@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cluster.scheduling.fault_recovery import Blame, BlamedError
 from cluster.scheduling.kv_manager import Admitted, Refusal
-from cluster.scheduling.plan_draft import PlanDraft, StepBudget
+from cluster.scheduling.plan_builder import PlanBuilder, StepBudget
 from cluster.scheduling.policy import (
     MAX_SKIPPED,
     AdmissionSize,
@@ -51,7 +51,7 @@ class Planner:
         swap_costs: SwapCosts,
         max_model_len: int,
         pace: StepPace | None,
-        speculator: Speculator | None = None,
+        speculator: Speculator | None,
     ) -> None:
         """Without a pace, steps may take any time."""
         self._max_model_len = max_model_len
@@ -76,16 +76,14 @@ class Planner:
         """Sequences preempted by dropping their blocks, since the start."""
         return self._preemptor.num_recompute_preemptions
 
-    def draft_plan(
-        self, step: int, *, acknowledged_step: int, may_speculate: bool = False
-    ) -> PlanDraft:
-        """Return the draft of `step`, which may be empty.
+    def plan_step(self, step: int, *, acknowledged_step: int, may_speculate: bool) -> PlanBuilder:
+        """Return the plan of `step`, which may be empty.
 
         `may_speculate` is true if all tokens sampled so far are known.
         """
         grid = 0 if self._states is None else self._states.grid
         budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=grid)
-        draft = budget.draft
+        plan = budget.plan
         table = self._table
         self._preemptor.begin_step(step)
         preempting = self._preempt_for_waiting(budget) if table.waiting else {}
@@ -94,8 +92,8 @@ class Planner:
         budget.num_tokens += len(preempting)
         if self._pace is not None:
             self._pace.begin_step(
-                num_tokens=len(draft.decodes),
-                num_pairs=sum(draft.decode_positions) + len(draft.decodes),
+                num_tokens=len(plan.decodes),
+                num_pairs=sum(plan.decode_positions) + len(plan.decodes),
             )
         for num_started, (sequence, admission) in enumerate(preempting.items(), 1):
             num_left = len(preempting) - num_started
@@ -106,35 +104,35 @@ class Planner:
         if prefills or table.waiting:
             self._plan_prompts(prefills, budget)
         # Recurrent layers compute either prompts or chains.
-        has_room = self._states is None or not draft.prefilled
-        if self._speculator is not None and may_speculate and draft.decodes and has_room:
+        has_room = self._states is None or not plan.prefilled
+        if self._speculator is not None and may_speculate and plan.decodes and has_room:
             room = self._room_for_drafts(budget)
             self._plan_chains(
-                self._speculator.buy_drafts(draft.decodes, num_rows=draft.num_sequences, room=room),
+                self._speculator.buy_drafts(plan.decodes, num_rows=plan.num_sequences, room=room),
                 budget,
             )
         if self._speculator is not None and self._speculator.has_head:
-            self._plan_head_drafts(self._speculator, draft)
-        if draft.prefilled:
+            self._plan_head_drafts(self._speculator, plan)
+        if plan.prefilled:
             self._register(budget)
         if self._states is not None:
             for save in self._states.saves:
                 with Blame(save.sequence):
                     self._states.make_snapshot(save)
-            copies, draft.saves, draft.late_copies = self._states.end_draft()
-            draft.copies += copies
-        draft.swap_outs = self._preemptor.swap_outs
-        draft.evictions, draft.restores = self._kv.take_copies(step)
+            copies, plan.saves, plan.late_copies = self._states.end_plan()
+            plan.copies += copies
+        plan.swap_outs = self._preemptor.swap_outs
+        plan.evictions, plan.restores = self._kv.take_copies(step)
         if self._kv.disk is not None:
-            draft.disk_reads = self._kv.disk.take_reads(step)
-            if not draft.is_empty:
-                draft.disk_writes = self._kv.disk.take_writes(step)
-        return draft
+            plan.disk_reads = self._kv.disk.take_reads(step)
+            if not plan.is_empty:
+                plan.disk_writes = self._kv.disk.take_writes(step)
+        return plan
 
     def _plan_decodes(self, budget: StepBudget) -> list[Sequence]:
         """Plan the next token of each running sequence, and return sequences still in prefill."""
         prefills: list[Sequence] = []
-        decodes, positions = budget.draft.decodes, budget.draft.decode_positions
+        decodes, positions = budget.plan.decodes, budget.plan.decode_positions
         # With more sequences than tokens, the budget may end at any of them.
         is_tight = len(self._table.running) > budget.num_tokens
         has_windows = self._kv.groups.has_windows
@@ -181,8 +179,8 @@ class Planner:
             added = self._preemptor.make_room(sequence, self._kv.append)
             if added is None:
                 return False
-            budget.draft.growing_rows.append(sequence.state.row)
-            budget.draft.new_block_ids += added
+            budget.plan.growing_rows.append(sequence.state.row)
+            budget.plan.new_block_ids += added
         if sequence.masks is None or not sequence.masks.num_deferred:
             last_position, num_slots = sequence.max_length - 1, sequence.blocks.num_slots
             sequence.unchecked_until = num_slots if num_slots < last_position else last_position
@@ -190,19 +188,19 @@ class Planner:
             self._states.begin_decode(sequence)
         return True
 
-    def continue_plan(self, step: int, last: InFlightStep) -> PlanDraft:
-        """Return the draft of an overlapped plan that continues the only plan in flight.
+    def continue_plan(self, step: int, last: InFlightStep) -> PlanBuilder:
+        """Return an overlapped plan that continues the only plan in flight.
 
         It has the sequences of that plan, at positions as if all of their drafts are right, and
         drafts behind these. A sequence sits out that will probably have ended, or that lacks a
-        block. The draft is empty if anything else could run, or if it is better to wait for tokens.
+        block. The plan is empty if anything else could run, or if it is better to wait for tokens.
         """
         budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=0)
-        draft, speculator = budget.draft, self._speculator
+        plan, speculator = budget.plan, self._speculator
         if speculator is None or not self._may_continue(speculator, last):
-            return draft
+            return plan
         # Behind single decodes, positions are known.
-        draft.is_overlapped = speculator.has_head or bool(last.chains)
+        plan.is_overlapped = speculator.has_head or bool(last.chains)
         last_position, limits = self._max_model_len - 2, dict[Sequence, int]()
         for sequence in self._table.running:
             most = min(speculator.most_drafts(last.plan), last_position - sequence.num_computed)
@@ -210,28 +208,28 @@ class Planner:
             if limit >= 0:
                 limits[sequence] = limit
         if not limits:
-            return draft
+            return plan
         if self._pace is not None:
             num_pairs = sum(sequence.num_computed + 1 for sequence in limits)
             self._pace.begin_step(num_tokens=len(limits), num_pairs=num_pairs)
         room = self._room_for_drafts(budget, num_sequences=len(limits))
         chains = speculator.chains_behind(last.chains, limits, room=room)
         if chains is None:
-            return draft
+            return plan
         for sequence in limits:
             position = sequence.num_computed
             with Blame(sequence):
-                self._hold_slots(sequence, position, position + 1, draft)
+                self._hold_slots(sequence, position, position + 1, plan)
             if position < sequence.blocks.num_slots:
-                draft.decodes.append(sequence)
-                draft.decode_positions.append(position)
+                plan.decodes.append(sequence)
+                plan.decode_positions.append(position)
                 sequence.num_computed = position + 1
-        held = {*draft.decodes}
+        held = {*plan.decodes}
         self._plan_chains([chain for chain in chains if chain.sequence in held], budget)
         if speculator.has_head:
-            self._plan_head_drafts(speculator, draft)
-        draft.evictions, _ = self._kv.take_copies(step)
-        return draft
+            self._plan_head_drafts(speculator, plan)
+        plan.evictions, _ = self._kv.take_copies(step)
+        return plan
 
     def _may_continue(self, speculator: Speculator, last: InFlightStep) -> bool:
         """Return whether all sequences that could run are in a plan, and may be in the next plan.
@@ -256,7 +254,7 @@ class Planner:
 
         `num_sequences` have a token in the step that is not planned yet.
         """
-        num_rows = budget.draft.num_sequences + num_sequences
+        num_rows = budget.plan.num_sequences + num_sequences
         room = min(budget.num_tokens - num_sequences, self._table.num_rows - num_rows)
         if self._pace is not None:
             room = min(room, int(self._pace.num_tokens(0)))
@@ -264,17 +262,17 @@ class Planner:
 
     def _plan_chains(self, chains: list[Chain], budget: StepBudget) -> None:
         """Give decodes drafts, as far as they have blocks."""
-        draft = budget.draft
+        plan = budget.plan
         for chain in chains:
             with Blame(chain.sequence):
                 num_drafts = self._hold_chain(chain, budget)
             if num_drafts:
-                draft.chains.append(chain._replace(draft_ids=chain.draft_ids[:num_drafts]))
+                plan.chains.append(chain._replace(draft_ids=chain.draft_ids[:num_drafts]))
                 chain.sequence.num_computed += num_drafts
-        if draft.chains:
-            chained = {chain.sequence for chain in draft.chains}
-            draft.decodes = [one for one in draft.decodes if one not in chained]
-            draft.decode_positions = [one.num_computed - 1 for one in draft.decodes]
+        if plan.chains:
+            chained = {chain.sequence for chain in plan.chains}
+            plan.decodes = [one for one in plan.decodes if one not in chained]
+            plan.decode_positions = [one.num_computed - 1 for one in plan.decodes]
 
     def _hold_chain(self, chain: Chain, budget: StepBudget) -> int:
         """Give a chain blocks that nothing else needs; return how many drafts have room."""
@@ -282,11 +280,11 @@ class Planner:
         end = chain.position + 1 + len(chain.draft_ids)
         if self._states is not None:
             end = min(end, self._states.next_snapshot(chain.position))
-        self._hold_slots(sequence, chain.position, end, budget.draft)
+        self._hold_slots(sequence, chain.position, end, budget.plan)
         sequence.num_computed = chain.position + 1
         return min(end, sequence.blocks.num_slots) - sequence.num_computed
 
-    def _hold_slots(self, sequence: Sequence, first: int, end: int, draft: PlanDraft) -> None:
+    def _hold_slots(self, sequence: Sequence, first: int, end: int, plan: PlanBuilder) -> None:
         """Give a sequence blocks for its tokens up to `end`, as far as nothing else needs them.
 
         The step computes its tokens from `first` on, or from an earlier position if drafts of the
@@ -299,35 +297,35 @@ class Planner:
             added = self._kv.append(sequence)
             if added is None:
                 break
-            draft.growing_rows.append(sequence.state.row)
-            draft.new_block_ids += added
+            plan.growing_rows.append(sequence.state.row)
+            plan.new_block_ids += added
         sequence.num_computed = num_computed
 
-    def _plan_head_drafts(self, speculator: Speculator, draft: PlanDraft) -> None:
+    def _plan_head_drafts(self, speculator: Speculator, plan: PlanBuilder) -> None:
         """Have a draft head guess the tokens behind the sampled tokens, in blocks of their own."""
-        is_fed, draft.num_drafts = speculator.plan_head(
-            draft.sampled + [chain.sequence for chain in draft.chains],
-            draft.prefilled,
+        is_fed, plan.num_drafts = speculator.plan_head(
+            plan.sampled + [chain.sequence for chain in plan.chains],
+            plan.prefilled,
             num_running=len(self._table.running),
             room=min(self._max_num_tokens, self._table.num_rows),
         )
         # An overlapped plan that follows reads the lengths of sequences from the head.
-        draft.feeds_head = is_fed or draft.is_overlapped or bool(draft.chains)
-        if not draft.num_drafts:
+        plan.feeds_head = is_fed or plan.is_overlapped or bool(plan.chains)
+        if not plan.num_drafts:
             return
-        starts = [(chain.sequence, chain.position) for chain in draft.chains]
-        starts += zip(draft.decodes, draft.decode_positions, strict=True)
+        starts = [(chain.sequence, chain.position) for chain in plan.chains]
+        starts += zip(plan.decodes, plan.decode_positions, strict=True)
         for chunks, sampled in (
-            (draft.chunks, draft.chunk_samples),
-            (draft.singles, draft.single_samples),
+            (plan.chunks, plan.chunk_samples),
+            (plan.singles, plan.single_samples),
         ):
             firsts = [chunk.first_position for chunk in chunks if chunk.is_sampled]
             starts += zip(sampled, firsts, strict=True)
         for sequence, first in starts:
             # A draft model reads the sampled token, and all drafts but the last.
-            end = min(sequence.num_computed + draft.num_drafts, sequence.max_length - 1)
+            end = min(sequence.num_computed + plan.num_drafts, sequence.max_length - 1)
             with Blame(sequence):
-                self._hold_slots(sequence, first, end, draft)
+                self._hold_slots(sequence, first, end, plan)
 
     @property
     def _has_spare_blocks(self) -> bool:
@@ -407,7 +405,7 @@ class Planner:
         if sequence.num_pending:
             return Refusal.IS_SAMPLED
         if sequence.awaits_mask:
-            budget.draft.deferred.append(sequence)
+            budget.plan.deferred.append(sequence)
             return Refusal.AWAITS_MASK
         donor = self._kv.find_donor(sequence, budget.step)
         if donor is None:
@@ -437,9 +435,9 @@ class Planner:
         copies_step = budget.step if admission.awaits_copies else None
         self._table.start_sequence(sequence, copies_step=copies_step)
         if sequence.is_deferred:
-            budget.draft.deferred.append(sequence)
-        budget.draft.copies += admission.copies
-        budget.draft.add_start(sequence, admission.donor, kv=self._kv)
+            budget.plan.deferred.append(sequence)
+        budget.plan.copies += admission.copies
+        budget.plan.add_start(sequence, admission.donor, kv=self._kv)
         if not admission.awaits_copies:
             self._plan_chunk(sequence, budget, num_tokens=num_tokens)
 
@@ -457,7 +455,7 @@ class Planner:
         if self._pace is not None:
             self._pace.add_tokens(num_tokens, first_position=first_position)
         num_computed = first_position + num_tokens
-        budget.draft.add_chunk(sequence, num_tokens, kv=self._kv)
+        budget.plan.add_chunk(sequence, num_tokens, kv=self._kv)
         budget.num_tokens -= num_tokens
         sequence.num_computed = num_computed
         if self._states is not None:
@@ -550,14 +548,14 @@ class Planner:
                 else:
                     self._table.recompute_swapped(sequence)
                 continue
-            budget.draft.swap_ins += copies
+            budget.plan.swap_ins += copies
             self._table.start_sequence(sequence, copies_step=budget.step)
-            budget.draft.add_start(sequence, None, kv=self._kv)
+            budget.plan.add_start(sequence, None, kv=self._kv)
 
     def _register(self, budget: StepBudget) -> None:
         """Register the blocks that the plan fills, for sequences of later plans."""
         # After all starts: a step cannot read blocks that it computes itself.
-        for sequence in budget.draft.prefilled:
+        for sequence in budget.plan.prefilled:
             with Blame(sequence):
                 self._kv.prefixes.register_blocks(sequence)
                 if sequence.prompt_step == budget.step:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.device_tier import PromptKeys
     from cluster.scheduling.event import TokenEvent
-    from cluster.scheduling.plan_draft import PlanDraft
+    from cluster.scheduling.plan_builder import PlanBuilder
     from cluster.scheduling.speculation import Speculator
     from pagedray.batch import DiskReport, StepOutput, StepPlan
     from pagedray.config import SchedulerConfig
@@ -106,7 +106,7 @@ class Scheduler:
             swap_costs=self._swap_costs,
             max_model_len=max_model_len,
             pace=pace,
-            speculator=self._speculator,
+            speculator=speculator,
         )
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines(self._table.requests)
@@ -281,35 +281,34 @@ class Scheduler:
         if len(self._in_flight) == self.max_plans_in_flight or self._recovery.needs_repair:
             return None
         if self._speculator is not None and self._waits_for_tokens(self._speculator):
-            draft = self._planner.continue_plan(self._step, self._in_flight[-1])
+            builder = self._planner.continue_plan(self._step, self._in_flight[-1])
         else:
-            draft = self._draft_plan()
-        if draft.deferred:
-            self._deferred += [one for one in draft.deferred if one not in self._deferred]
-        if draft.is_empty:
+            builder = self._plan_step()
+        if builder.deferred:
+            self._deferred += [one for one in builder.deferred if one not in self._deferred]
+        if builder.is_empty:
             return None
-        plan = draft.build_plan()
+        plan = builder.build_plan()
         buffer = self._prompt_logprobs
-        prompt_logprob_rows = buffer.prompt_logprob_rows(draft.prefilled) if buffer.requests else {}
-        sampled = draft.sampled
-        masked = _masked_rows(draft) if self._has_structures else []
+        logprob_rows = buffer.prompt_logprob_rows(builder.prefilled) if buffer.requests else {}
+        masked = _masked_rows(builder) if self._has_structures else []
         self._in_flight.append(
             InFlightStep(
                 plan,
-                sampled,
-                draft.prefilled,
+                builder.sampled,
+                builder.prefilled,
                 [],
-                prompt_logprob_rows,
+                logprob_rows,
                 masked,
-                draft.chains,
+                builder.chains,
                 is_alone=not self._in_flight,
             )
         )
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += plan.num_tokens
-        self._num_swapped_out_blocks += len(draft.swap_outs)
-        self._num_swapped_in_blocks += len(draft.swap_ins)
+        self._num_swapped_out_blocks += len(builder.swap_outs)
+        self._num_swapped_in_blocks += len(builder.swap_ins)
         for active in self._table.take_started():
             active.started_s = now_s
         return plan
@@ -453,8 +452,8 @@ class Scheduler:
         room = self._table.num_rows - len(running)
         return speculator.is_worth_waiting(running, room=room)
 
-    def _draft_plan(self) -> PlanDraft:
-        return self._planner.draft_plan(
+    def _plan_step(self) -> PlanBuilder:
+        return self._planner.plan_step(
             self._step,
             acknowledged_step=self._acknowledged_step,
             may_speculate=not self._in_flight,
@@ -480,11 +479,11 @@ class Scheduler:
             )
 
 
-def _masked_rows(draft: PlanDraft) -> list[MaskedRow]:
+def _masked_rows(builder: PlanBuilder) -> list[MaskedRow]:
     """Return the sequences of a plan that sample under masks, in its order."""
-    chained = (chain.masked_row for chain in draft.chains)
+    chained = (chain.masked_row for chain in builder.chains)
     return [
-        *(MaskedRow(one) for one in draft.sampled if one.is_masked),
+        *(MaskedRow(one) for one in builder.sampled if one.is_masked),
         *(row for row in chained if row is not None),
     ]
 

@@ -167,7 +167,7 @@ class StateCopier:
     def clear(self) -> None:
         """Forget the plan that is being made."""
         self._held, self._useless = [], []
-        self.end_draft()
+        self.end_plan()
         self._evictions, self._num_pending = [], {}
 
     @property
@@ -349,8 +349,8 @@ class StateCopier:
         # The next token verifies it.
         sequence.recheck_at = 0
 
-    def end_draft(self) -> StateCopies:
-        """Return the copies and saves of states in the drafted plan."""
+    def end_plan(self) -> StateCopies:
+        """Return the copies and saves of states in the plan."""
         # The first part is evicted first, and looked up first.
         for block in self._held:
             self._device.pool.release(block)

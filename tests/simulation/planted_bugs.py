@@ -357,7 +357,7 @@ Sequence.refuse_drafts: a token behind a wrong draft counts as computed
 - self.num_computed -= number
 + self.num_computed -= max(number - 1, 0)
 
-Scheduler._draft_plan: drafts follow a token that is not known
+Scheduler._plan_step: drafts follow a token that is not known
 - may_speculate=not self._in_flight
 + may_speculate=True
 
@@ -405,8 +405,8 @@ StateCopier.make_snapshot: a snapshot before a chain has the key of its drafts
 - (self._prefixes.state_keys(sequence, save.position))
 + (self._prefixes.state_keys(sequence, sequence.num_computed // self.grid * self.grid))
 
-Planner.draft_plan: prompts and chains are in one plan of a model with states
-- has_room = self._states is None or not draft.prefilled
+Planner.plan_step: prompts and chains are in one plan of a model with states
+- has_room = self._states is None or not plan.prefilled
 + has_room = True
 
 OutputReader._read_chains: wrong drafts are taken back twice
@@ -438,7 +438,7 @@ Planner.continue_plan: a position that may be reached has no block
 + if True:
 
 Planner.continue_plan: an overlapped plan does not say that its positions are too high
-- draft.is_overlapped = speculator.has_head or bool(last.chains)
+- plan.is_overlapped = speculator.has_head or bool(last.chains)
 + pass
 
 Planner._may_continue: a sequence is continued that was not in the step before

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.speculation import Chain
     from pagedray.batch import StateSave, TextBatch
 
-__all__ = ["PlanDraft", "StepBudget"]
+__all__ = ["PlanBuilder", "StepBudget"]
 
 _MAX_FEW = 8
 """Waiting sequences of a tenant up to which its prompts end in short steps."""
@@ -25,12 +25,12 @@ class StepBudget:
     __slots__ = (
         "_grid",
         "_max_num_tokens",
-        "draft",
         "first_share",
         "fork_cost",
         "is_held",
         "num_other_tokens",
         "num_tokens",
+        "plan",
         "step",
     )
 
@@ -38,7 +38,7 @@ class StepBudget:
         """Recurrent states are kept at multiples of `grid`; it is 0 without states."""
         self._grid = grid
         self.step = step
-        self.draft = PlanDraft(step)
+        self.plan = PlanBuilder(step)
         self._max_num_tokens = num_tokens
         self.num_tokens = num_tokens
         """Tokens that may still be added."""
@@ -71,12 +71,12 @@ class StepBudget:
         """
         return (
             self.num_tokens < self._grid
-            and bool(self.draft.prefilled)
+            and bool(self.plan.prefilled)
             and self.num_tokens < sequence.length - sequence.num_computed
         )
 
 
-class PlanDraft:
+class PlanBuilder:
     """The parts of a plan that are decided so far."""
 
     __slots__ = (
