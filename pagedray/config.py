@@ -231,6 +231,7 @@ class SpeculationConfig:
         for name, low in (
             ("num_speculative_tokens", 1),
             ("prompt_lookup_min", 1),
+            ("prompt_lookup_max", 1),
             ("suffix_decoding_max_tree_depth", 2),
             ("suffix_decoding_max_cached_requests", 0),
         ):

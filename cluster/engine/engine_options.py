@@ -259,8 +259,9 @@ def speculation_config(
     # Of two lengths, one stands for both.
     lengths = "prompt_lookup_min", "prompt_lookup_max"
     for name, other in (lengths, lengths[::-1]):
-        if name in chosen:
-            chosen.setdefault(other, chosen[name])
+        value = chosen.get(name)
+        if isinstance(value, int):
+            chosen.setdefault(other, max(1, value))
     try:
         return msgspec.convert(chosen, SpeculationConfig)
     except msgspec.ValidationError as error:

@@ -420,6 +420,22 @@ def test_speculation_has_fields_of_vllm(
     assert speculation_config(given) == expected
 
 
+@pytest.mark.parametrize("name", ["prompt_lookup_min", "prompt_lookup_max"])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "{} must be 1 or more, not 0."),
+        (-3, "{} must be 1 or more, not -3."),
+        (True, "speculative_config is invalid: Expected `int`, got `bool` - at `$.{}`."),
+        ("x", "speculative_config is invalid: Expected `int`, got `str` - at `$.{}`."),
+    ],
+)
+def test_a_wrong_length_is_reported_by_its_own_name(name: str, value: object, text: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        speculation_config({"num_speculative_tokens": 3, name: value})
+    assert str(caught.value) == text.format(name)
+
+
 def test_speculation_under_other_names() -> None:
     given = {"spec_tokens": 5, "speculative_config": {"method": "ngram"}, "spec_method": "suffix"}
     assert own_options(given) == {
