@@ -196,10 +196,9 @@ def _only_allowed(tools: Sequence[Tool], allowed: Sequence[Tool]) -> list[Tool]:
 
 def _check_joined(answer: Structure, param: str | None) -> None:
     if answer.kind == "grammar":
-        raise InvalidRequestError(
-            f"{param} cannot be combined with tools: use a JSON schema, a regular expression or "
-            "choices.",
-            param=param,
+        raise invalid_field(
+            param or "structure",
+            "cannot be combined with tools: use a JSON schema, a regular expression or choices.",
         )
 
 

@@ -458,5 +458,7 @@ def test_forced_call_leaves_the_answer_out() -> None:
 
 def test_grammar_of_a_client_cannot_be_joined() -> None:
     use = ToolUse(STRUCTURES_TOOLS, ToolChoice(), tool_format="hermes")
-    with pytest.raises(InvalidRequestError, match="guided_grammar cannot be combined with tools"):
-        use.structure(Structure(kind="grammar", text='root ::= "a"'), "guided_grammar")
+    grammar = Structure(kind="grammar", text='root ::= "a"')
+    for param, name in (("guided_grammar", "guided_grammar"), (None, "structure")):
+        with pytest.raises(InvalidRequestError, match=f"^{name} cannot be combined with tools"):
+            use.structure(grammar, param)
