@@ -95,8 +95,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         number(1e-3, 1e9),
     )
     add(
-        "--num-speculative-tokens N: Maximum number of guessed tokens of a sequence in a step. "
-        "(default: no speculation)",
+        "--num-speculative-tokens N: Maximum number of guessed tokens of a sequence in a step; "
+        "0 turns speculation off.",
         count(0, 1000),
         0,
     )

@@ -218,6 +218,11 @@ def test_flags_left_out_mean_the_defaults(command: str) -> None:
     assert options == expected
 
 
+def test_help_states_a_default_once() -> None:
+    helps = [one.format_help() for one in parsers(make_parser())]
+    assert [text for text in helps if re.search(r"\(default: [^)]*\)\s+\(default:", text)] == []
+
+
 def test_every_option_has_a_flag() -> None:
     help_text = _parser_of("serve").format_help()
     # What is on by default has a flag that turns it off.
