@@ -17,6 +17,9 @@ __all__ = ["Drafter", "HeadDrafter", "NgramDrafter", "PredictionDrafter", "find_
 _LONGEST_ANCHOR = 4
 """Generated tokens that are looked for in a prediction; the next is their minimum."""
 _SHORTEST_ANCHOR = 2
+_MAX_PLACES = 64
+"""Maximum number of places that a search looks at. A client can choose tokens of which the bytes
+match at very many places that are not the beginning of a token."""
 
 
 class Drafter(Protocol):
@@ -100,8 +103,9 @@ class PredictionDrafter:
 
 def _find_first(packed: bytes, pattern: bytes, start: int) -> int:
     """Return the token at which a pattern occurs first from a byte on in packed tokens, or -1."""
-    while (place := packed.find(pattern, start)) >= 0:
-        if place % TOKEN_ID_BYTES == 0:
+    for _ in range(_MAX_PLACES):
+        place = packed.find(pattern, start)
+        if place < 0 or place % TOKEN_ID_BYTES == 0:
             return place // TOKEN_ID_BYTES
         start = place + 1
     return -1
@@ -109,8 +113,9 @@ def _find_first(packed: bytes, pattern: bytes, start: int) -> int:
 
 def find_last(packed: bytes, pattern: bytes, end: int) -> int:
     """Return the token at which a pattern occurs last before a byte of packed tokens, or -1."""
-    while (place := packed.rfind(pattern, 0, end)) >= 0:
-        if place % TOKEN_ID_BYTES == 0:
+    for _ in range(_MAX_PLACES):
+        place = packed.rfind(pattern, 0, end)
+        if place < 0 or place % TOKEN_ID_BYTES == 0:
             return place // TOKEN_ID_BYTES
         end = place + len(pattern) - 1
     return -1

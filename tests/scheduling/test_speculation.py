@@ -130,6 +130,18 @@ def test_a_prediction_is_found_again_after_each_edit(seed: int) -> None:
     assert num_right > 0.75 * len(output)
 
 
+@pytest.mark.parametrize(("number", "guesses"), [(40, [5]), (80, [])])
+def test_a_search_gives_up_among_bytes_that_match_between_tokens(
+    number: int, guesses: list[int]
+) -> None:
+    misleading = [1, 0, 256] * number
+    sequence = predicted([1, 2], [*misleading, 0, 0, 5])
+    sequence.token_ids.extend([0, 0])
+    assert list(PredictionDrafter(Nothing()).propose(sequence, 1)) == guesses
+    sequence = sequence_of([0, 0, 5, *misleading, 0, 0])
+    assert list(NgramDrafter(shortest=2, longest=2).propose(sequence, 1)) == guesses
+
+
 def test_tokens_without_a_prediction_are_guessed_by_others() -> None:
     drafter = PredictionDrafter(NgramDrafter(shortest=1, longest=2))
     sequence = predicted([1, 2], [7, 8, 9])
