@@ -32,6 +32,7 @@ from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.files import has_file
 from pagedray.model_config import DraftHeadConfig, Dtype, ModelConfig, Task
 from pagedray.sampling_params import SamplingParams
+from pagedray.text import quote
 from workers.hub.locate import check_weights_listed, hub_dtype, locate_model, with_revision
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.quantization import with_method
@@ -200,6 +201,12 @@ def read_drafter(
     given: Mapping[str, object] | None, target: ModelConfig, *, load_format: LoadFormat
 ) -> DraftHeadConfig | ModelConfig | None:
     """Return the draft head or the draft model of vLLM's fields. Raises StartupError."""
+    for text in () if given is None else (*given, *given.values()):
+        # No folder has a name with a null character or half of a surrogate pair.
+        if isinstance(text, str) and not text.isprintable():
+            raise StartupError(
+                f"speculative_config may only contain printable text, not {quote(text)}."
+            )
     if given is not None and given.get("method") == "mtp":
         return mtp_head(target)
     model = (given or {}).get("model")

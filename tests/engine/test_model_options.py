@@ -481,6 +481,13 @@ def test_speculation_that_is_not_supported(
         speculation_config(given)
 
 
+@pytest.mark.parametrize("given", [{"model": "\0"}, {"method": "a\nb"}, {"\ud800": 1}])
+def test_speculation_has_printable_fields(given: dict[str, Any]) -> None:  # Any: JSON
+    options = EngineOptions(speculative_config={"num_speculative_tokens": 3, **given})
+    with pytest.raises(StartupError, match=r"^speculative_config may only contain .*\\.*'\.$"):
+        engine_config(TINY_LLAMA, options)
+
+
 def test_model_without_a_name_is_no_draft_model() -> None:
     options = EngineOptions(speculative_config={"model": "", "num_speculative_tokens": 3})
     with pytest.raises(StartupError, match="model must be the draft model for method draft_model"):
