@@ -93,7 +93,7 @@ class FreeDrafts(RowTimes):
     gap_s = 0.0
     head_s = 0.0
 
-    def time_of(self, num_rows: int) -> float:
+    def time_of(self, num_rows: int, *, is_alone: bool = False) -> float:
         return 1.0
 
     def has_run_ahead(self, num_rows: int) -> bool:

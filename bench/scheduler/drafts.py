@@ -5,8 +5,9 @@
 Requests run together on a model with the costs of Llama-8B on an H200, where steps of one row and
 of 8, 16 and 64 rows were measured (bench/results/account_few_rows.json). Each draft is right with
 the same probability. A fixed number of drafts is that of every sequence in every step. Before a
-plan that waits for tokens, ranks are idle for `--gap-ms`. With `--head`, a draft head makes
-up to four drafts, which take `--guess-ms` in each step.
+plan that waits for tokens, ranks are idle for `--gap-ms`, and its step takes `--launch-ms` longer.
+The first step of a number of rows takes `--capture-ms` longer. With `--head`, a draft head makes up
+to four drafts, which take `--guess-ms` in each step.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Setting:
     acceptance: float
     """How likely a draft is right, if all before it are."""
     gap_s: float = 0.0004
+    launch_s: float = 0.0
+    capture_s: float = 0.0
     guess_s: float | None = None
     """Time in which a draft head guesses tokens; None is other drafts, which take no time."""
 
@@ -126,7 +129,13 @@ def _rate(
     replica = VirtualReplica(
         SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192),
         KvOptions(block_size=16, num_blocks=60_000, num_cpu_blocks=0),
-        msgspec.structs.replace(COST, gap_s=setting.gap_s, guess_s=setting.guess_s or 0.0),
+        msgspec.structs.replace(
+            COST,
+            gap_s=setting.gap_s,
+            launch_s=setting.launch_s,
+            capture_s=setting.capture_s,
+            guess_s=setting.guess_s or 0.0,
+        ),
         max_model_len=4000,
         speculator=speculator,
         head=head,
@@ -142,6 +151,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.8])
     parser.add_argument("--gap-ms", type=float, default=0.4)
+    parser.add_argument("--launch-ms", type=float, default=0.0)
+    parser.add_argument("--capture-ms", type=float, default=0.0)
     parser.add_argument("--guess-ms", type=float, default=0.92)
     parser.add_argument("--head", action="store_true")
     options = parser.parse_args()
@@ -154,6 +165,8 @@ def main() -> None:
             setting = Setting(
                 acceptance=acceptance,
                 gap_s=options.gap_ms / 1e3,
+                launch_s=options.launch_ms / 1e3,
+                capture_s=options.capture_ms / 1e3,
                 guess_s=options.guess_ms / 1e3 if options.head else None,
             )
             found = compare(num_requests, setting)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import math
+from bisect import bisect_left, insort
 from collections import deque
 from itertools import accumulate
 from operator import mul
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.scheduling.sequence import SequenceDrafts
@@ -16,7 +17,7 @@ __all__ = ["DraftRates", "HeadFeeding", "RowTimes", "size_of"]
 
 _FIRST_RATE = 0.6
 """How likely a draft is right as long as none was verified."""
-_FIRST_WEIGHT = 0.05
+_FIRST_WEIGHT = 0.2
 """Weight of the first draft in the rate of its place; the next is that of a draft after many."""
 _COMMON_WEIGHT = 0.003
 _LEAD_WEIGHT = 0.08
@@ -24,14 +25,19 @@ _LEAD_WEIGHT = 0.08
 _TRUST_WEIGHT = 0.05
 """How fast it is learned how much a lead says."""
 _LEAST_RATE = 0.01
+_NUM_FIRST = 2
+"""Measurements after which an estimate is used."""
+_TIME_WEIGHT = 0.05
+"""Weight of a later measurement."""
+_MOST_ERROR = 0.2
+"""How much a later measurement counts at most, as a part of the expected time."""
 _DRIFT_WEIGHT = 0.2
-"""Weight of a step in the times of all sizes; the next is the least in the time of its size."""
-_SIZE_WEIGHT = 0.05
+"""Weight of a step in the times of all sizes."""
+_MOST_DRIFT = 0.02
+"""How much a step changes the times of all sizes at most, before it is weighted, as a part."""
 _DRIFT_ROWS = 64
 """Rows in addition to the rows of a step of which times change together."""
 _LEAST_S = 1e-6
-_HEAD_WEIGHT = 0.3
-"""Weight of a step in the time of a draft head."""
 _NUM_STEPS_KEPT = 2000
 """Steps after which the time of a number of rows is measured again."""
 _UNKNOWN_ROW = 0.003
@@ -43,8 +49,6 @@ _LEAST_FORCED_RATE = 0.3
 """The least rate of these tokens, so that they are tried again."""
 _FORCED_WEIGHT = 0.02
 """Weight of such a token in their rate."""
-_EXCESS_WEIGHT = 0.1
-"""Weight of a step in the time that steps take longer behind a gap."""
 _FIRST_GAP_S = 0.0003
 """Gap behind a step with drafts of the controller, as long as no gap was measured."""
 _NUM_GAPS = 8
@@ -65,30 +69,24 @@ class RowTimes:
     """The time of steps by number of rows, as measured.
 
     A straight line would not do: kernels take as long for a few rows as for the largest number of
-    rows of the same launch. The times of all sizes change together, as contexts grow.
+    rows of the same launch. A step that `is_alone`, since its plan was made after the step before,
+    takes longer: the device also waits for launches within the step.
     """
 
     def __init__(self, first_gap_s: float = _FIRST_GAP_S) -> None:
-        self._times: dict[int, _StepTime] = {}
-        self._sizes: list[int] = []
-        """The sizes of these, in ascending order."""
-        self._drift_s = 0.0
-        """By how much steps are slower than when they were measured, for each row and 64 more."""
+        self._ahead = _SizeTimes()
+        self._alone = _SizeTimes()
         self._num_steps = 0
-        self.idle_s = 0.0
+        self._idle_s = 0.0
         """How long ranks wait for plans that are made during the step before."""
-        self._head_s: float | None = None
-        self._ahead: set[int] = set()
-        """Sizes of steps that were planned ahead."""
-        self._excess_s = 0.0
-        """By how much steps take longer behind a gap."""
+        self._head = _Estimate()
         self._gap_s = first_gap_s
         self._gaps = deque((first_gap_s,), _NUM_GAPS)
 
     @property
     def gap_s(self) -> float:
-        """By how much longer a step takes if its plan is made after the step before."""
-        return self._gap_s + max(self._excess_s, 0.0)
+        """How much longer ranks wait for a plan if it is made after the step before."""
+        return self._gap_s
 
     @property
     def head_s(self) -> float | None:
@@ -96,108 +94,165 @@ class RowTimes:
 
         The head makes as many guesses as it may, whatever their use.
         """
-        return self._head_s
+        return self._head.seconds if self._head.count else None
 
-    def note_head(self, seconds: float) -> None:
-        """Note the time that guesses of a draft head have added to a step."""
-        known_s = seconds if self._head_s is None else self._head_s
-        self._head_s = known_s + _HEAD_WEIGHT * (seconds - known_s)
+    def note_head(self, num_rows: int, seconds: float, *, is_alone: bool) -> None:
+        """Note the duration of a step with guesses of a draft head, and without drafts."""
+        head_s = max(seconds - self._forward_s(size_of(num_rows), is_alone=is_alone), 0.0)
+        self._head.note(head_s)
 
     def note_idle(self, seconds: float, *, has_gap: bool) -> None:
         """Note how long ranks waited for a plan, which has a gap if it was made after the step."""
         if has_gap:
-            self._gaps.append(max(seconds - self.idle_s, 0.0))
+            self._gaps.append(max(seconds - self._idle_s, 0.0))
             # The longest may have any cause.
             self._gap_s = fmean(sorted(self._gaps)[:-1])
         else:
-            idle_s = min(seconds, self.idle_s + _FIRST_GAP_S)
-            self.idle_s += _IDLE_WEIGHT * (idle_s - self.idle_s)
+            idle_s = min(seconds, self._idle_s + _FIRST_GAP_S)
+            self._idle_s += _IDLE_WEIGHT * (idle_s - self._idle_s)
             self._gap_s = max(self._gap_s * (1 - _GAP_DECAY), min(self._gap_s, _FIRST_GAP_S))
 
     def note(self, num_rows: int, seconds: float, *, is_alone: bool = False) -> None:
-        """Note the duration of a step of decodes; it `is_alone` if a gap was before it.
-
-        Then the device has waited for launches within the step, too.
-        """
-        size = size_of(num_rows)
-        known = self._times.get(size)
-        seconds = max(seconds, _LEAST_S)
-        expected_s = self.time_of(size) if self._times else seconds
-        if known is not None and self._num_steps - known.step >= _NUM_STEPS_KEPT:
-            self._ahead.discard(size)
-        if is_alone:
-            if size in self._ahead:
-                excess_s = min(seconds, 2 * expected_s) - expected_s
-                self._excess_s += _EXCESS_WEIGHT * (excess_s - self._excess_s)
-                self._num_steps += 1
-                return
-            seconds = max(seconds - max(self._excess_s, 0.0), _LEAST_S)
-        elif size not in self._ahead:
-            self._ahead.add(size)
-            known = None if known is None else known._replace(num_measured=0)
-        # A single step may take any time; the first of a size may capture a graph.
-        limit_s = 2 * expected_s
-        if known is None:
-            index = bisect_left(self._sizes, size)
-            for above in self._sizes[index : index + 1]:
-                limit_s = max(limit_s, self._known_time(above))
-            self._sizes.insert(index, size)
-        error_s = min(seconds, limit_s) - expected_s
-        count = 1 if known is None else known.num_measured + 1
-        weight = max(2 / (count + 1), _SIZE_WEIGHT)
-        drift_s = self._drift_s * (size + _DRIFT_ROWS)
+        """Note the duration of a step of decodes."""
         self._num_steps += 1
-        self._times[size] = _StepTime(
-            expected_s - drift_s + weight * error_s, count, self._num_steps
-        )
-        self._drift_s += _DRIFT_WEIGHT * (1 - weight) * error_s / (size + _DRIFT_ROWS)
+        kind, other = (self._alone, self._ahead) if is_alone else (self._ahead, self._alone)
+        other.drift_s += kind.note(size_of(num_rows), seconds, step=self._num_steps)
+        if self._num_steps % _NUM_STEPS_KEPT == 0:
+            for times in (kind, other):
+                times.forget(self._num_steps - _NUM_STEPS_KEPT)
 
     def has_run_ahead(self, num_rows: int) -> bool:
-        """Return whether steps of a number of rows were planned ahead."""
-        return size_of(num_rows) in self._ahead
+        """Return whether the time of steps that are planned ahead is known."""
+        return self._ahead.is_known(size_of(num_rows))
 
     def has_measured(self, num_rows: int) -> bool:
         """Return whether steps of a number of rows were measured."""
-        return size_of(num_rows) in self._times
+        size = size_of(num_rows)
+        return size in self._ahead.sizes or size in self._alone.sizes
 
-    def time_of(self, num_rows: int) -> float:
+    def time_of(self, num_rows: int, *, is_alone: bool = False) -> float:
         """Return the predicted duration of a step of decodes, in seconds; about 1 at first.
 
-        Sizes that were not measured are assumed to be fast, so that they are tried.
+        That of a step that `is_alone` includes its gap. Sizes that were not measured often enough
+        are assumed to be fast, so that they are tried.
         """
-        size = size_of(num_rows)
+        seconds = self._forward_s(size_of(num_rows), is_alone=is_alone) + self._idle_s
+        return seconds + self.gap_s if is_alone else seconds
+
+    def _forward_s(self, size: int, *, is_alone: bool) -> float:
+        kind, other = (self._alone, self._ahead) if is_alone else (self._ahead, self._alone)
+        if kind.is_known(size) or not other.sizes:
+            return kind.seconds_of(size)
+        if other.is_known(size) or not kind.sizes:
+            return min(other.seconds_of(size), kind.most_s(size))
+        return kind.seconds_of(size)
+
+
+class _SizeTimes:
+    """The time of steps of one kind, by size. All times change together, as contexts grow."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """Sizes that were measured, in ascending order."""
+        self.drift_s = 0.0
+        """By how much steps are slower than when they were measured, for each row and 64 more."""
+        self._times: dict[int, _Estimate] = {}
+        """Without the drift."""
+        self._known: list[int] = []
+        """Sizes that were measured often enough, in ascending order."""
+
+    def is_known(self, size: int) -> bool:
+        """Return whether a size was measured often enough."""
         known = self._times.get(size)
-        if known is not None and self._num_steps - known.step < _NUM_STEPS_KEPT:
-            return self._known_time(size)
-        index, end = bisect_left(self._sizes, size), bisect_right(self._sizes, size)
-        below = self._sizes[index - 1] if index else 0
-        above = self._sizes[end] if end < len(self._sizes) else 0
-        if not below:
-            return self._known_time(above) * size / above if above else 1 + _UNKNOWN_ROW * size
-        least_s = self._known_time(below)
-        if above:
+        return known is not None and known.is_settled
+
+    def note(self, size: int, seconds: float, *, step: int) -> float:
+        """Note the duration of a step, and return by how much the drift has changed."""
+        known = self._times.get(size)
+        if known is None:
+            known = self._times[size] = _Estimate()
+            insort(self.sizes, size)
+        known.step, change_s = step, 0.0
+        drift_s = self.drift_s * (size + _DRIFT_ROWS)
+        if known.is_settled:
+            # Contexts change slowly.
+            expected_s = known.seconds + drift_s
+            limit_s = _MOST_DRIFT * expected_s
+            error_s = min(max(seconds - expected_s, -limit_s), limit_s)
+            change_s = _DRIFT_WEIGHT * error_s / (size + _DRIFT_ROWS)
+            self.drift_s += change_s
+        known.note(seconds - drift_s)
+        if known.count == _NUM_FIRST:
+            insort(self._known, size)
+        return change_s
+
+    def forget(self, before: int) -> None:
+        """Forget sizes that no step has measured since."""
+        self._times = {size: one for size, one in self._times.items() if one.step > before}
+        self.sizes = sorted(self._times)
+        self._known = [size for size in self._known if size in self._times]
+
+    def seconds_of(self, size: int) -> float:
+        """Return the time of a size, or how fast it may be if it was not measured often enough."""
+        sizes = self._known or self.sizes
+        index = bisect_left(sizes, size)
+        most_s = self.most_s(size)
+        if index < len(sizes) and sizes[index] == size:
+            return most_s
+        if not index:
+            return min(most_s * size / sizes[0], most_s) if sizes else 1 + _UNKNOWN_ROW * size
+        below = sizes[index - 1]
+        least_s = self.most_s(below)
+        if index < len(sizes):
+            above = sizes[index]
             part = (size - below) / (above - below)
-            return least_s + part * part * max(self._known_time(above) - least_s, 0.0)
-        first, row_s = self._sizes[0], _UNKNOWN_ROW * least_s
+            return min(least_s + part * (self.most_s(above) - least_s), most_s)
+        first, row_s = sizes[0], _UNKNOWN_ROW * least_s
         if first < below:
             # Sizes beyond are at least as fast as if rows took as long as so far.
-            row_s = min(row_s, max(least_s - self._known_time(first), 0.0) / (below - first))
-        return least_s + row_s * (size - below)
+            row_s = min(row_s, max(least_s - self.most_s(first), 0.0) / (below - first))
+        return min(least_s + row_s * (size - below), most_s)
 
-    def _known_time(self, size: int) -> float:
-        seconds = self._times[size].seconds + self._drift_s * (size + _DRIFT_ROWS)
-        return max(seconds, _LEAST_S)
+    def most_s(self, size: int) -> float:
+        """Return the least time that was measured of a size, or of a larger known size.
+
+        More rows take no less time; a size that seems to take more has had slow steps.
+        """
+        index = bisect_left(self._known, size)
+        times = [self._seconds(one) for one in self._known[index:]]
+        if size in self._times:
+            times.append(self._seconds(size))
+        return min(times, default=math.inf)
+
+    def _seconds(self, size: int) -> float:
+        return max(self._times[size].seconds + self.drift_s * (size + _DRIFT_ROWS), _LEAST_S)
 
 
-class _StepTime(NamedTuple):
-    """The time of steps of a size, as measured."""
+class _Estimate:
+    """A usual time. Single measurements may be much too long, such as those of graph captures."""
 
-    seconds: float
-    """Without the drift."""
-    num_measured: int
-    """How often steps of the size were measured."""
-    step: int
-    """The step that measured it last."""
+    __slots__ = ("count", "seconds", "step")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.count = 0
+        """How often it was measured."""
+        self.step = 0
+        """The step that measured it last."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was measured often enough."""
+        return self.count >= _NUM_FIRST
+
+    def note(self, seconds: float) -> None:
+        """Note a measurement, as if it differed little. Of the first, the least counts."""
+        self.count += 1
+        if self.count <= _NUM_FIRST:
+            self.seconds = seconds if self.count == 1 else min(self.seconds, seconds)
+        else:
+            limit_s = _MOST_ERROR * self.seconds
+            self.seconds += _TIME_WEIGHT * min(max(seconds - self.seconds, -limit_s), limit_s)
 
 
 def size_of(num_rows: int) -> int:

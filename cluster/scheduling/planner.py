@@ -197,7 +197,7 @@ class Planner:
         """
         budget = StepBudget(step, num_tokens=self._max_num_tokens, grid=0)
         plan, speculator = budget.plan, self._speculator
-        if speculator is None or not self._may_continue(speculator, last):
+        if speculator is None or not self.may_continue(speculator, last):
             return plan
         # Behind single decodes, positions are known.
         plan.is_overlapped = speculator.has_head or bool(last.chains)
@@ -231,7 +231,7 @@ class Planner:
         plan.evictions, _ = self._kv.take_copies(step)
         return plan
 
-    def _may_continue(self, speculator: Speculator, last: InFlightStep) -> bool:
+    def may_continue(self, speculator: Speculator, last: InFlightStep) -> bool:
         """Return whether all sequences that could run are in a plan, and may be in the next plan.
 
         Tokens that are sampled under masks, or enter recurrent states, must be known.

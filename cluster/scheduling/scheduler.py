@@ -450,7 +450,10 @@ class Scheduler:
             # The next plan has a prompt, and no chains.
             return False
         room = self._table.num_rows - len(running)
-        return speculator.is_worth_waiting(running, room=room)
+        if speculator.is_worth_waiting(running, room=room):
+            return True
+        is_guessing = speculator.is_worth_guessing(num_rows=len(running), room=room)
+        return is_guessing and self._planner.may_continue(speculator, last)
 
     def _plan_step(self) -> PlanBuilder:
         return self._planner.plan_step(

@@ -135,6 +135,8 @@ class Speculator:
         self._tried: AnySequence[Sequence] = ()
         """Sequences with such guesses."""
         self._most_paused = 0
+        self._guessed: list[_Offer] = []
+        """Drafts behind guesses of the tokens of the plan in flight."""
         self.num_chains = 0
         self.num_draft_tokens = 0
         self.num_dropped_drafts = 0
@@ -155,6 +157,7 @@ class Speculator:
 
         With these tokens, it can have up to `room` drafts.
         """
+        self._guessed = []
         if self.has_head or len(running) > _MOST_WAITING:
             return False
         self._most_paused = min(len(running) // 4, _MOST_PAUSED)
@@ -170,10 +173,20 @@ class Speculator:
                 offers.append(_Offer(sequence, proposed[1:], num_forced - 1, survivals))
             elif proposed:
                 drafts.note_guess(len(sequence.token_ids), proposed[0])
+                survivals = self.rates.survivals(drafts.lead, len(proposed))
                 # If the guess is wrong, there may be other guesses.
-                survivals = self.rates.survivals(drafts.lead, len(proposed) - 1)
-                offers.append(_Offer(sequence, proposed[1:], 0, survivals))
+                offers.append(_Offer(sequence, proposed[1:], 0, survivals[:-1]))
+                self._guessed.append(_Offer(sequence, proposed[1:], 0, survivals[1:]))
         return bool(offers) and any(self._chosen(offers, num_rows=len(running), room=room))
+
+    def is_worth_guessing(self, *, num_rows: int, room: int) -> bool:
+        """Return whether the next plan should have drafts behind guesses of the sampled tokens.
+
+        To be called if it is not worth waiting for these tokens.
+        """
+        if not self._guessed:
+            return False
+        return any(self._bought(self._guessed, num_rows=num_rows, room=room, is_alone=False)[0])
 
     def buy_drafts(self, sequences: Iterable[Sequence], *, num_rows: int, room: int) -> list[Chain]:
         """Return the drafts worth their time, at most `room`, of sequences that a plan decodes.
@@ -242,12 +255,11 @@ class Speculator:
                 if number
             ]
         behind, later = self._offers_behind(last, limits)
-        chosen, rate = self._bought(behind, num_rows=num_rows, room=room, gap_s=0.0)
+        chosen, rate = self._bought(behind, num_rows=num_rows, room=room, is_alone=False)
         # After the wait, drafts follow tokens that are known.
-        gap_s = self.times.gap_s
-        waiting_rate = num_rows / (self.times.time_of(num_rows) + gap_s)
+        waiting_rate = num_rows / self.times.time_of(num_rows, is_alone=True)
         _, later_rate = self._bought(
-            later, num_rows=num_rows, room=room, gap_s=gap_s, least_rate=waiting_rate
+            later, num_rows=num_rows, room=room, is_alone=True, least_rate=waiting_rate
         )
         # A step that was only measured behind a gap may be faster than predicted.
         hope = 1.0 if self.times.has_run_ahead(num_rows + sum(chosen)) else _HOPE
@@ -366,11 +378,11 @@ class Speculator:
             self.times.note_idle(output.idle_s, has_gap=is_alone or plan.is_overlapped)
         if plan.chunks:
             return
-        seconds = output.forward_s + self.times.idle_s
+        seconds = output.forward_s
         num_rows, has_guesses = len(plan.decodes), plan.num_drafts > 0
         has_chains = bool(plan.decodes.draft_ids) or plan.is_overlapped
         if has_guesses and not has_chains and self.times.has_measured(num_rows):
-            self.times.note_head(max(seconds - self.times.time_of(num_rows), 0.0))
+            self.times.note_head(num_rows, seconds, is_alone=is_alone)
         else:
             seconds -= (self.times.head_s or 0.0) if has_guesses else 0.0
             self.times.note(num_rows, seconds, is_alone=is_alone)
@@ -456,8 +468,7 @@ class Speculator:
     def _chosen(self, offers: list[_Offer], *, num_rows: int, room: int) -> list[int]:
         """Return how many drafts of each offer give the most tokens per second."""
         # Ranks have waited for the guesses of a draft head already.
-        gap_s = 0.0 if self.has_head else self.times.gap_s
-        return self._bought(offers, num_rows=num_rows, room=room, gap_s=gap_s)[0]
+        return self._bought(offers, num_rows=num_rows, room=room, is_alone=not self.has_head)[0]
 
     def _bought(
         self,
@@ -465,19 +476,21 @@ class Speculator:
         *,
         num_rows: int,
         room: int,
-        gap_s: float,
+        is_alone: bool,
         least_rate: float | None = None,
     ) -> tuple[list[int], float]:
         """Return how many drafts of each offer give the most tokens per second, and that rate.
 
-        A step with drafts follows a gap. `least_rate` is the rate without drafts, by default
-        without a gap.
+        If a step with drafts `is_alone`, it follows a gap. `least_rate` is the rate without drafts,
+        by default without a gap.
         """
         likeliest = _likeliest(offers, room)
         if least_rate is None:
             least_gain = 1.0 if self.has_head else _LEAST_GAIN
             least_rate = least_gain * num_rows / self.times.time_of(num_rows)
-        number, rate = self._best_total(likeliest, num_rows, gap_s=gap_s, least_rate=least_rate)
+        number, rate = self._best_total(
+            likeliest, num_rows, is_alone=is_alone, least_rate=least_rate
+        )
         if not number:
             return [0] * len(offers), rate
         loss = -likeliest[number - 1]
@@ -493,7 +506,7 @@ class Speculator:
         return chosen, rate
 
     def _best_total(
-        self, survivals: list[float], num_rows: int, *, gap_s: float, least_rate: float
+        self, survivals: list[float], num_rows: int, *, is_alone: bool, least_rate: float
     ) -> tuple[int, float]:
         """Return how many of the drafts, the likeliest first, give the most tokens per second.
 
@@ -507,7 +520,7 @@ class Speculator:
         while number < len(survivals):
             # Until the next size of steps, more drafts take no more time.
             number = min(size_of(num_rows + number + 1) - num_rows, len(survivals))
-            step_s = self.times.time_of(num_rows + number) + gap_s
+            step_s = self.times.time_of(num_rows + number, is_alone=is_alone)
             if num_tokens[number] > best_rate * step_s:
                 best, best_rate = number, num_tokens[number] / step_s
             elif num_tokens[-1] <= best_rate * step_s:

@@ -42,6 +42,10 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time for each block that is copied back."""
     gap_s: float = 0.0
     """Time before a step of which the plan was not made during another step."""
+    launch_s: float = 0.0
+    """How much longer such a step takes, since the device waits for launches within it."""
+    capture_s: float = 0.0
+    """How much longer the first decodes of a number of rows take, of which a graph is captured."""
     guess_s: float = 0.0
     """Time in which a draft head guesses tokens, however many."""
     feed_s: float = 0.0
@@ -57,7 +61,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
         values = [value for _, value in self.points]
         values += [self.context_s, self.pair_s, self.block_out_s, self.block_in_s]
-        values += [self.gap_s, self.guess_s, self.feed_s]
+        values += [self.gap_s, self.launch_s, self.capture_s, self.guess_s, self.feed_s]
         if not all(0.0 <= value <= _LONGEST_S for value in values):
             raise ValueError(f"times must be from 0 to {_LONGEST_S:g} seconds")
         if self.tokens_s(1) <= 0.0 or self.tokens_s(MOST_TOKENS) <= 0.0:

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.scheduling.draft_estimates import size_of
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.simulation.virtual_copies import VirtualCopies
 from pagedray.batch import StepOutput, pack_token_ids
@@ -210,6 +211,8 @@ class VirtualReplica:
         # Without a head, there are no guesses, but positions may be too high.
         self._head = head or VirtualHead(acceptance=0.0) if speculator is not None else None
         self._copies = VirtualCopies(cost, num_blocks=kv.num_blocks)
+        self._graphs: set[tuple[int, int]] = set()
+        """Numbers of rows, and of drafts behind these, of steps so far."""
         self.now_s = 0.0
         self.num_steps = 0
         """Steps that have ended."""
@@ -320,12 +323,17 @@ class VirtualReplica:
             self._disk.launch(plan, self.now_s)
         token_ids = self._sample(plan)
         draft_ids = b"" if self._head is None else self._head.read_step(plan, token_ids)
+        forward_s = self._cost.forward_s(plan)
         if not self._in_flight:
             self.now_s += self._cost.gap_s
+            forward_s += self._cost.launch_s
         idle_s = max(self.now_s - self._step_ended_s, 0.0)
         steps_ended_s = max(self.now_s, self._step_ended_s)
         begins_s = self._copies.launch(plan, now_s=self.now_s, steps_ended_s=steps_ended_s)
-        forward_s = self._cost.forward_s(plan)
+        graph = size_of(len(plan.decodes)), plan.num_drafts
+        if plan.decodes.rows and not plan.chunks and graph not in self._graphs:
+            self._graphs.add(graph)
+            forward_s += self._cost.capture_s
         if self._head is not None and plan.feeds_head:
             forward_s += self._cost.feed_s
         ended_s = self._step_ended_s = begins_s + forward_s

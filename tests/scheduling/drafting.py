@@ -29,8 +29,8 @@ class FreeDrafts(RowTimes):
     def has_measured(self, num_rows: int) -> bool:
         return True
 
-    def time_of(self, num_rows: int) -> float:
-        return 1.0
+    def time_of(self, num_rows: int, *, is_alone: bool = False) -> float:
+        return 1.0 + self.gap_s if is_alone else 1.0
 
     def has_run_ahead(self, num_rows: int) -> bool:
         return True
@@ -47,8 +47,9 @@ class RandomTimes(FreeDrafts):
         super().__init__()
         self._rng = random.Random(seed)
 
-    def time_of(self, num_rows: int) -> float:
-        return 1.0 if self._rng.random() < 0.8 else 9.0 * self._rng.random()
+    def time_of(self, num_rows: int, *, is_alone: bool = False) -> float:
+        seconds = 1.0 if self._rng.random() < 0.8 else 9.0 * self._rng.random()
+        return seconds + self.gap_s if is_alone else seconds
 
 
 class GuessingDrafter:

@@ -34,6 +34,18 @@ def test_guesses_of_a_head_give_nearly_the_rate_of_the_best_number(
     assert compare(num_requests, setting, num_tokens=0).ratio > least_ratio
 
 
+@pytest.mark.parametrize("has_head", [True, False])
+def test_slow_first_steps_do_not_keep_numbers_of_drafts_from_being_tried(has_head: bool) -> None:
+    setting = Setting(
+        acceptance=0.741,
+        gap_s=0.0015,
+        launch_s=0.0012,
+        capture_s=0.005,
+        guess_s=0.00092 if has_head else None,
+    )
+    assert compare(8, setting, num_tokens=8000).ratio > 0.95
+
+
 class Load:
     """Four requests that run together on a model with a draft head; another follows each."""
 

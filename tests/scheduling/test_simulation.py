@@ -407,8 +407,9 @@ def live_with_overlaps(seed: int, *, has_head: bool) -> Harness:
 
 def test_overlapped_plans_change_no_token() -> None:
     """The worker checks it. The runs also cover every case."""
-    harnesses = [live_with_overlaps(seed, has_head=True) for seed in range(2 * NUM_SEEDS)]
-    others = [live_with_overlaps(seed, has_head=False) for seed in range(2 * NUM_SEEDS)]
+    seeds = range(NUM_SEEDS, 3 * NUM_SEEDS)
+    harnesses = [live_with_overlaps(seed, has_head=True) for seed in seeds]
+    others = [live_with_overlaps(seed, has_head=False) for seed in seeds]
     stats = [harness.scheduler.stats() for harness in harnesses]
     assert sum(one.num_swap_preemptions + one.num_recompute_preemptions for one in stats) > 20
     assert sum(one.speculation.num_accepted_tokens for one in stats) > 100

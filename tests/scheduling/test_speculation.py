@@ -155,7 +155,7 @@ def speculator(times: dict[int, float], rates: list[float] | None = None) -> Spe
     """Return a speculator that knows how long steps take, and how well drafts are guessed."""
     made = Speculator(CONFIG, GuessingDrafter(0, right=1.0))
     for num_rows, seconds in times.items():
-        for _ in range(2):
+        for _ in range(3):
             made.times.note(num_rows, seconds)
     if rates is not None:
         made.rates._rates = rates
@@ -207,8 +207,7 @@ def test_the_drafts_that_are_bought_give_the_most_tokens_per_second(seed: int) -
     chosen = made._chosen(offers, num_rows=num_rows, room=room)
 
     def rate(survivals: list[float]) -> float:
-        gap_s = made.times.gap_s if survivals else 0.0
-        seconds = made.times.time_of(num_rows + len(survivals)) + gap_s
+        seconds = made.times.time_of(num_rows + len(survivals), is_alone=bool(survivals))
         return (num_rows + sum(survivals)) / seconds
 
     likeliest = sorted((one for offer in offers for one in offer.survivals), reverse=True)[:room]
@@ -268,16 +267,14 @@ def test_a_gap_is_the_time_that_ranks_wait_longer_than_for_plans_made_ahead() ->
     assert made.times.gap_s < 0.0013
 
 
-def test_a_gap_includes_the_time_that_a_step_waits_for_its_launches() -> None:
+def test_a_step_behind_a_gap_waits_for_its_launches() -> None:
     made = speculator({8: 0.001})
-    # Steps of this size take a millisecond if they are planned ahead.
-    note_steps(made, idle_s=0.0, is_alone=False)
+    plan = StepPlan(0, [], decodes=Decodes.pack(range(8), range(8)))
     for _ in range(60):
-        plan = StepPlan(0, [], decodes=Decodes.pack(range(8), range(8)))
         output = StepOutput(0, [], forward_s=0.0015, idle_s=0.0004)
         made.note_step(plan, output, is_alone=True)
-    assert made.times.gap_s == pytest.approx(0.0009, rel=0.1)
-    assert made.times.time_of(8) == pytest.approx(0.001, rel=0.1)
+    assert made.times.time_of(8, is_alone=True) == pytest.approx(0.0019)
+    assert made.times.time_of(8) == pytest.approx(0.001)
 
 
 def plan_head(made: Speculator, harness: Harness, *, num_new: int = 0) -> tuple[bool, int]:
@@ -374,7 +371,7 @@ def test_rates_differ_between_sequences_only_as_far_as_their_drafts_do() -> None
 def test_times_of_sizes_that_were_not_measured_lie_between_those_that_were() -> None:
     times = RowTimes()
     assert times.time_of(5) == pytest.approx(1.0, rel=0.05)
-    for num_rows, seconds in ((4, 0.010), *[(16, 0.022)] * 80):
+    for num_rows, seconds in (*[(4, 0.010)] * 3, *[(16, 0.022)] * 80):
         times.note(num_rows, seconds)
     assert times.time_of(4) == pytest.approx(0.010, rel=0.02)
     # Sizes in between are assumed to be fast, so that they are tried.
@@ -395,13 +392,45 @@ def test_times_of_sizes_that_were_not_measured_lie_between_those_that_were() -> 
     assert times.time_of(16) < 0.03
 
 
+def test_single_slow_steps_change_no_times() -> None:
+    times = RowTimes()
+    for num_rows in (8, 32, 96):
+        # The first step captures a graph.
+        for seconds in (0.011, 0.004, 0.004):
+            times.note(num_rows, seconds + num_rows * 1e-5)
+    for _ in range(20):
+        times.note(96, 0.02)
+        for _ in range(20):
+            times.note(32, 0.00432)
+    assert times.time_of(8) == pytest.approx(0.00408, rel=0.02)
+    assert times.time_of(32) == pytest.approx(0.00432, rel=0.02)
+    assert times.time_of(96) < 0.0062
+
+
+def test_steps_that_never_ran_ahead_are_as_slow_as_behind_gaps() -> None:
+    times = RowTimes(0.0)
+    for num_rows, seconds in ((32, 0.0055), (96, 0.0065)):
+        for _ in range(3):
+            times.note(num_rows, seconds, is_alone=True)
+    assert times.time_of(96) == pytest.approx(0.0065)
+    times.note(96, 0.005)
+    assert times.time_of(96) == pytest.approx(0.005)
+    assert times.time_of(96, is_alone=True) == pytest.approx(0.0065)
+    # Contexts grow alike for both.
+    for _ in range(3):
+        times.note(32, 0.004)
+    for step in range(200):
+        times.note(32, 0.004 * (1 + step / 1000))
+    assert times.time_of(96, is_alone=True) > 0.0072
+
+
 def test_times_follow_contexts_that_grow() -> None:
     times = RowTimes()
 
     def seconds(num_rows: int, step: int) -> float:
         return 0.004 + num_rows * (1e-5 + 1e-7 * step)
 
-    for num_rows in (64, 128, 64, 128, 128):
+    for num_rows in (64, 128) * 3:
         times.note(num_rows, seconds(num_rows, 0))
     for step in range(400):
         times.note(128, seconds(128, step))
@@ -426,6 +455,23 @@ def test_sequences_run_ahead_unless_drafts_are_likely_right() -> None:
         harness.settle()
     # The number of tokens is not known, so there is no plan before the output.
     assert harness.schedule() is None
+    harness.drain()
+
+
+def test_drafts_follow_a_guess_if_it_is_not_worth_waiting_for_its_token() -> None:
+    made = Speculator(CONFIG, GuessingDrafter(1, right=1.0))
+    harness = Harness(speculator=made)
+    for num_rows in (1, 8):
+        for _ in range(3):
+            made.times.note(num_rows, 0.01)
+    made.times._gap_s, made.rates._rates = 0.1, [0.8]
+    harness.add([1, 2], **LONG)
+    harness.plan()
+    # The token of the plan in flight is not known.
+    while not harness.plan().decodes.draft_ids:
+        harness.execute()
+        harness.collect()
+    assert len(harness.worker.plans) == 2
     harness.drain()
 
 

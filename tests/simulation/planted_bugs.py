@@ -441,11 +441,11 @@ Planner.continue_plan: an overlapped plan does not say that its positions are to
 - plan.is_overlapped = speculator.has_head or bool(last.chains)
 + pass
 
-Planner._may_continue: a sequence is continued that was not in the step before
+Planner.may_continue: a sequence is continued that was not in the step before
 - sequence in sampled
 + True
 
-Planner._may_continue: masks are made before the drafts are known
+Planner.may_continue: masks are made before the drafts are known
 - and not sequence.may_be_masked(num_tokens=num_tokens)
 + 
 
