@@ -105,7 +105,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_p
     exact = reference_logits(tmp_path)
     ours = run(loaded_model(tmp_path, group, "bfloat16"), group)
     theirs = reference_logits(tmp_path, torch.bfloat16)
-    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+    assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize(
