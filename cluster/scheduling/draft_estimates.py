@@ -116,7 +116,7 @@ class RowTimes:
         """Note the duration of a step of decodes."""
         self._num_steps += 1
         kind, other = (self._alone, self._ahead) if is_alone else (self._ahead, self._alone)
-        other.drift_s += kind.note(size_of(num_rows), seconds, step=self._num_steps)
+        other.shift(kind.note(size_of(num_rows), seconds, step=self._num_steps))
         if self._num_steps % _NUM_STEPS_KEPT == 0:
             for times in (kind, other):
                 times.forget(self._num_steps - _NUM_STEPS_KEPT)
@@ -154,12 +154,14 @@ class _SizeTimes:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         """Sizes that were measured, in ascending order."""
-        self.drift_s = 0.0
+        self._drift_s = 0.0
         """By how much steps are slower than when they were measured, for each row and 64 more."""
         self._times: dict[int, _Estimate] = {}
         """Without the drift."""
         self._known: list[int] = []
         """Sizes that were measured often enough, in ascending order."""
+        self._most: list[float] | None = None
+        """The most that steps of each known size take; None if measurements have come since."""
 
     def is_known(self, size: int) -> bool:
         """Return whether a size was measured often enough."""
@@ -173,24 +175,30 @@ class _SizeTimes:
             known = self._times[size] = _Estimate()
             insort(self.sizes, size)
         known.step, change_s = step, 0.0
-        drift_s = self.drift_s * (size + _DRIFT_ROWS)
+        drift_s = self._drift_s * (size + _DRIFT_ROWS)
         if known.is_settled:
             # Contexts change slowly.
             expected_s = known.seconds + drift_s
             limit_s = _MOST_DRIFT * expected_s
             error_s = min(max(seconds - expected_s, -limit_s), limit_s)
             change_s = _DRIFT_WEIGHT * error_s / (size + _DRIFT_ROWS)
-            self.drift_s += change_s
+        self.shift(change_s)
         known.note(seconds - drift_s)
         if known.count == _NUM_FIRST:
             insort(self._known, size)
         return change_s
+
+    def shift(self, change_s: float) -> None:
+        """Change the drift."""
+        self._drift_s += change_s
+        self._most = None
 
     def forget(self, before: int) -> None:
         """Forget sizes that no step has measured since."""
         self._times = {size: one for size, one in self._times.items() if one.step > before}
         self.sizes = sorted(self._times)
         self._known = [size for size in self._known if size in self._times]
+        self._most = None
 
     def seconds_of(self, size: int) -> float:
         """Return the time of a size, or how fast it may be if it was not measured often enough."""
@@ -218,18 +226,19 @@ class _SizeTimes:
 
         More rows take no less time; a size that seems to take more has had slow steps.
         """
+        if self._most is None:
+            times = [self._seconds(one) for one in reversed(self._known)]
+            self._most = [*accumulate(times, min)][::-1]
         index = bisect_left(self._known, size)
-        times = [self._seconds(one) for one in self._known[index:]]
-        if size in self._times:
-            times.append(self._seconds(size))
-        return min(times, default=math.inf)
+        most_s = self._most[index] if index < len(self._most) else math.inf
+        return min(most_s, self._seconds(size)) if size in self._times else most_s
 
     def _seconds(self, size: int) -> float:
-        return max(self._times[size].seconds + self.drift_s * (size + _DRIFT_ROWS), _LEAST_S)
+        return max(self._times[size].seconds + self._drift_s * (size + _DRIFT_ROWS), _LEAST_S)
 
 
 class _Estimate:
-    """A usual time. Single measurements may be much too long, such as those of graph captures."""
+    """A usual time. A single step may take much longer, for example if it captures a graph."""
 
     __slots__ = ("count", "seconds", "step")
 

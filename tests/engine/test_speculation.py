@@ -343,7 +343,7 @@ def test_completions_with_drafts_behind_drafts_are_those_of_single_steps(dtype: 
 
 @pytest.mark.parametrize(
     "engine",
-    some_slow(["bfloat16", "swap"], slow=["swap"] if is_exact("bfloat16") else ["bfloat16"]),
+    some_slow(["bfloat16", "float32", "swap"], slow=["swap", SLOW_DTYPE]),
 )
 def test_completions_with_a_trained_mtp_layer_are_those_without(
     engine: str, tmp_path: Path
